@@ -18,7 +18,7 @@ import numpy
 from aiohttp import web
 
 from rlgen.engines import client
-from rlgen.engines.answer import ARRAYS, JSON_ROUTE, ROUTE, Labelled, packed, read_answer
+from rlgen.engines.answer import ARRAYS, JSON_ROUTE, ROUTE, Labelled, as_arrays, read_answer
 from rlgen.engines.http import Server, connections
 from rlgen.types import Request, Sampling, ids_of
 
@@ -33,7 +33,7 @@ def synthetic(tokens: int, arrays: bool, prompt_tokens: int = 512) -> bytes:
     logp = [float(numpy.float32(-draw.expovariate(2.0))) for _ in range(tokens)]
     prompt = [draw.randrange(151_936) for _ in range(prompt_tokens)]
     if arrays:
-        return packed(prompt, ids, logp, "stop", [Labelled(LABEL, 0, tokens)], 0)
+        return as_arrays(prompt, ids, logp, "stop", [Labelled(LABEL, 0, tokens)], 0)
     ranks = [{"token_id": one, "logprob": value, "rank": 1} for one, value in zip(ids, logp, strict=True)]
     choice = {
         **{"index": 0, "finish_reason": "stop", "stop_reason": 2, "token_ids": ids, "routed_experts": None},

@@ -147,7 +147,7 @@ def read_prefilled(raw: bytes, ids: Sequence[int], first: int, url: str) -> LogP
         raise ServerLost(url, f"answered without the log-probs of a prompt ({error})") from error
 
 
-def packed(
+def as_arrays(
     prompt_ids: Sequence[int],
     token_ids: Sequence[int],
     logp: Sequence[float],

@@ -23,7 +23,7 @@ MISSED_PROBES = 3  # a server that fails this many health checks in a row while 
 STOPPED = 1.0
 
 
-class Line:
+class OpenRequests:
     """The open requests of this client to one server, within one event loop."""
 
     def __init__(self, server: Server, session: aiohttp.ClientSession) -> None:
@@ -93,7 +93,7 @@ async def each(
     servers: Sequence[Server],
     most: int,
     things: Sequence[T],
-    ask: Callable[[Line, T], Awaitable[None]],
+    ask: Callable[[OpenRequests, T], Awaitable[None]],
     more: More[T] | None = None,
     closed: threading.Event | None = None,
 ) -> None:
@@ -109,7 +109,7 @@ async def each(
     """
     room = asyncio.Semaphore(most)
     async with servers[0].session() as session:
-        lines = [Line(server, session) for server in servers]
+        lines = [OpenRequests(server, session) for server in servers]
 
         async def one(thing: T) -> None:
             async with room:
@@ -171,7 +171,7 @@ async def sample(
     """
     shared = sampling_arguments(sampling, held)
 
-    async def ask(line: Line, asked: tuple[int, Request]) -> None:
+    async def ask(line: OpenRequests, asked: tuple[int, Request]) -> None:
         (place, request), server = asked, line.server
         body = {
             "token_ids": request.prompt_ids.tolist(),
@@ -190,7 +190,7 @@ async def prefill(servers: Sequence[Server], rows: Sequence[tuple[Ids, Ids]], mo
     found: dict[int, LogProbs] = {}
     params = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
 
-    async def ask(line: Line, place: int) -> None:
+    async def ask(line: OpenRequests, place: int) -> None:
         prompt_ids, completion_ids = rows[place]
         ids = [*prompt_ids.tolist(), *completion_ids.tolist()]
         raw = await line.post(JSON_ROUTE, msgspec.json.encode({"token_ids": ids, "sampling_params": params}))

@@ -69,7 +69,7 @@ class ColocatedEngine:
         further: FollowUpQueue | None = None,
     ) -> list[Completion]:
         def given(requests: Sequence[Request]) -> tuple[list[dict[str, Any]], list[Any]]:
-            prompts = vllm_compat.prompts_of(requests, salt=f"{self._version}.{self._syncs}")
+            prompts = vllm_compat.vllm_prompts(requests, salt=f"{self._version}.{self._syncs}")
             prompts = vllm_compat.with_images(prompts, [request.images for request in requests], self._plan.image_token)
             return prompts, [vllm_compat.sampling_params(self._vllm, request, sampling) for request in requests]
 

@@ -40,8 +40,8 @@ LOADING = "loading"  # label of weights that are being replaced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """The weights that all servers were sent last, labelled `RUN.VERSION`. Held(run="5f0c2b7a", version=3, syncs=4)"""
+class SentWeights:
+    """The weights that all servers were sent last, labelled `RUN.VERSION`. SentWeights(run="5f0c2b7a", version=3, syncs=4)"""
 
     run: str
     version: int
@@ -88,7 +88,7 @@ class ServerPool:
         self.servers = tuple(member.server for member in members)
         self.in_flight, self.merges = in_flight, merges
         self._restarts, self._carrier, self._say = restarts, carrier, say
-        self.held = Held(run=secrets.token_hex(4), version=STALE, syncs=0)
+        self.held = SentWeights(run=secrets.token_hex(4), version=STALE, syncs=0)
         self._recovering = threading.RLock()
         self._counting = threading.Lock()
         self._brought_back: Counter[str] = Counter()
@@ -264,7 +264,7 @@ class SharedServerPool:
         self._failure: RlgenError | None = None  # of the first failed recovery, in the main process
         self._failing = threading.Lock()
 
-        def start() -> tuple[tuple[Server, ...], EngineInfo, Held, bool, bool]:
+        def start() -> tuple[tuple[Server, ...], EngineInfo, SentWeights, bool, bool]:
             pool = self._pool = open_pool()
             return pool.servers, pool.facts, pool.held, pool.in_flight, pool.merges
 
@@ -359,7 +359,7 @@ class SharedServerPool:
         """Sends all weights from the main process and returns its receipt in every process. Called by all at the same time."""
         pool = self._pool
 
-        def send() -> tuple[SyncReport, Held] | None:
+        def send() -> tuple[SyncReport, SentWeights] | None:
             if pool is None:
                 return None
             try:

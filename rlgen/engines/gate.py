@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from rlgen.engines import vllm_compat
-from rlgen.engines.answer import ARRAYS, ROUTE, Labelled, packed
+from rlgen.engines.answer import ARRAYS, ROUTE, Labelled, as_arrays
 from rlgen.errors import SetupError
 
 Message = MutableMapping[str, Any]
@@ -118,7 +118,7 @@ class Arrays:
             output = await vllm_compat.completed(engine, prompt, asked.sampling_params, request_id)
             answer = output.outputs[0]
             spans = [Labelled(span.version, span.start, span.end) for span in answer.weight_versions or ()]
-            return 200, packed(
+            return 200, as_arrays(
                 output.prompt_token_ids,
                 answer.token_ids,
                 answer.logprobs.logprobs,

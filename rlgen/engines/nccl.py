@@ -102,7 +102,7 @@ class Broadcast:
             "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
             "shapes": [list(tensor.shape) for tensor in tensors],
         }
-        self._post_to_all("/update_weights", {"update_info": info}, lambda: endpoint.broadcast(packed(tensors)))
+        self._post_to_all("/update_weights", {"update_info": info}, lambda: endpoint.broadcast(bucket_bytes(tensors)))
 
     def _post_to_all(self, route: str, body: Any = None, ours: Callable[[], Any] | None = None) -> None:
         self._together(route, lambda server: server.call("POST", route, body, self._timeout), ours)
@@ -114,7 +114,7 @@ class Broadcast:
         timeout passed.
         """
         calls = {server.url: partial(call, server) for server in self._servers} | ({TRAINER: ours} if ours else {})
-        futures = {who: started(call) for who, call in calls.items()}
+        futures = {who: in_thread(call) for who, call in calls.items()}
         # One second longer than the HTTP timeout, whose error says more.
         done, pending = wait(futures.values(), timeout=self._timeout + 1, return_when=FIRST_EXCEPTION)
         for who, future in futures.items():
@@ -139,10 +139,10 @@ class Broadcast:
         """Closes this rank's endpoint, in a thread with a timeout because it may hang."""
         endpoint, self._endpoint = self._endpoint, None
         if endpoint is not None:
-            wait([started(endpoint.close)], timeout=min(ANSWER_SECONDS, self._timeout))
+            wait([in_thread(endpoint.close)], timeout=min(ANSWER_SECONDS, self._timeout))
 
 
-def started(call: Callable[[], Any]) -> "Future[Any]":
+def in_thread(call: Callable[[], Any]) -> "Future[Any]":
     """Runs `call` in a daemon thread: one that hangs does not keep the process from ending, as a thread pool would."""
     future: Future[Any] = Future()
 
@@ -170,7 +170,7 @@ def buckets(weights: Weights) -> Iterator[dict[str, Tensor]]:
         yield bucket
 
 
-def packed(tensors: Sequence[Tensor]) -> Tensor:
+def bucket_bytes(tensors: Sequence[Tensor]) -> Tensor:
     """Returns the bytes of contiguous tensors one after the other, as vLLM's workers unpack them."""
     return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
 

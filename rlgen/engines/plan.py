@@ -99,7 +99,7 @@ class EnginePlan:
     def digest(self) -> str:
         """Returns a digest of vLLM's version and of every setting that affects completions."""
         decides = {name: value for name, value in asdict(self).items() if name not in UNDECIDING}
-        return digest_of({**decides, "enforce_eager": self.eager})
+        return settings_digest({**decides, "enforce_eager": self.eager})
 
     def kv_cache_bytes(self) -> int | None:
         """Returns the size of the KV cache in bytes, or None if vLLM takes what its share of the GPU leaves.
@@ -119,7 +119,7 @@ class EnginePlan:
         return keeps_states(load_config(self.model, self.revision))
 
 
-def digest_of(settings: Mapping[str, Any]) -> str:
+def settings_digest(settings: Mapping[str, Any]) -> str:
     """Returns a digest of named settings that does not depend on their order: 16 hex digits of a SHA-256."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=repr).encode()).hexdigest()[:16]
 

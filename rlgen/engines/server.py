@@ -16,7 +16,7 @@ from rlgen.types import Completion, Ids, Image, LogProbs, Request, Sampling
 
 
 @dataclass(slots=True, kw_only=True)
-class Call:
+class SamplingCall:
     """One call of `ServerEngine.generate`: it outlives the servers that are lost meanwhile."""
 
     waiting: dict[int, Request]  # by index; those that are not answered
@@ -94,7 +94,7 @@ class ServerEngine:
         finished: Finished | None = None,
         further: FollowUpQueue | None = None,
     ) -> list[Completion]:
-        call = Call(waiting=dict(enumerate(requests)), finished=finished, further=further)
+        call = SamplingCall(waiting=dict(enumerate(requests)), finished=finished, further=further)
         while call.goes_on:
             before = self._keeper.brought_back
             try:
@@ -105,7 +105,7 @@ class ServerEngine:
                 self._keeper.recover(lost, before)
         return [call.answers[place] for place in range(len(call.answers))]
 
-    async def _sample(self, call: Call, sampling: Sampling) -> None:
+    async def _sample(self, call: SamplingCall, sampling: Sampling) -> None:
         """Samples all requests, also those that are added. Raises EngineError soon after the engine is closed."""
 
         def salt() -> str:

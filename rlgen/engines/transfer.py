@@ -45,11 +45,11 @@ class FileTransfer:
         place = Path(parent or SHARED_MEMORY)
         if not place.is_dir():
             raise EngineError(f"engine.transfer_dir: {place} is not a folder; set it to one that trainer and servers share")
-        sweep(place)
+        sweep_weights(place)
         self._place = Path(tempfile.mkdtemp(prefix=f"rlgen-{HOST}-{os.getpid()}-", dir=place))
         try:
             self._lock: int | None = guard.locked(str(self._place))  # held until this process ends
-        except OSError:  # a file system without locks: `sweep` then uses the process id in the name
+        except OSError:  # a file system without locks: `sweep_weights` then uses the process id in the name
             self._lock = None
         command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(self._place)]
         self._guard = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -105,7 +105,7 @@ class FileTransfer:
             self._lock = None
 
 
-def sweep(place: Path) -> None:
+def sweep_weights(place: Path) -> None:
     """Removes the folders of trainers of this machine that were killed together with their guards."""
     for left in place.iterdir():
         ours = re.fullmatch(rf"rlgen-{re.escape(HOST)}-(\d+)-[a-z0-9_]{{8}}", left.name)

@@ -19,7 +19,7 @@ from rlgen.engines.base import (
     Weights,
     wider_parameters,
 )
-from rlgen.engines.plan import digest_of
+from rlgen.engines.plan import settings_digest
 from rlgen.errors import EngineError, SetupError
 from rlgen.losses.logp import head_dtype, log_softmax
 from rlgen.models.decoder import decoder_of
@@ -75,7 +75,7 @@ class TransformersEngine:
         multiplied = head_dtype(torch.empty(0, dtype=model.dtype), self._fp32_head)
         return EngineInfo(
             engine=f"transformers {transformers.__version__}",
-            plan=digest_of(decides),
+            plan=settings_digest(decides),
             model=model.name_or_path,
             revision=None,
             settings=Settings(

@@ -375,7 +375,7 @@ def each_as_it_finishes(llm: Any, finished: Callable[[int, Any], None], further:
 async def completed(engine: Any, prompt: Mapping[str, Any], params: Mapping[str, Any], request_id: str) -> Any:
     """Returns the whole output for one request from vLLM's `EngineClient`. Cancelling the call aborts the request.
 
-    The prompt is as in `prompts_of`; `params` are arguments of vLLM's `SamplingParams`.
+    The prompt is as in `vllm_prompts`; `params` are arguments of vLLM's `SamplingParams`.
     """
     sampling = importlib.import_module("vllm.sampling_params")
     asked = sampling.SamplingParams(**params, flat_logprobs=True, output_kind=sampling.RequestOutputKind.FINAL_ONLY)
@@ -418,7 +418,7 @@ def runner_of(worker: Any) -> str:
     return "V2" if any(re.match(r"vllm\.v1\.worker\.[a-z]+\.model_runner$", module) for module in modules) else "V1"
 
 
-def prompts_of(requests: Sequence[Request], salt: str) -> list[dict[str, Any]]:
+def vllm_prompts(requests: Sequence[Request], salt: str) -> list[dict[str, Any]]:
     """Returns the requests as vLLM prompts, with `salt` in each one's prefix-cache key.
 
     The salt keeps cached activations of one weight version from being used with another if the cache is not emptied.

@@ -20,8 +20,8 @@ from helpers.engines import answering
 from helpers.samples import request
 
 from rlgen.engines import client
-from rlgen.engines.answer import Labelled, packed, read_answer
-from rlgen.engines.client import Line
+from rlgen.engines.answer import Labelled, as_arrays, read_answer
+from rlgen.engines.client import OpenRequests
 from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.http import Server
 from rlgen.errors import EngineError, RlgenError, ServerLost
@@ -174,17 +174,17 @@ def as_json(reason: str | None) -> bytes:
     return msgspec.json.encode(answer)
 
 
-def as_arrays(reason: str | None) -> bytes:
+def arrays_answer(reason: str | None) -> bytes:
     """What rlgen's route answers."""
-    return packed([1], [7, 8, STOP], [-0.5, -1.0, -0.25], reason, [Labelled("r.3", 0, 3)], 128)
+    return as_arrays([1], [7, 8, STOP], [-0.5, -1.0, -0.25], reason, [Labelled("r.3", 0, 3)], 128)
 
 
 @pytest.mark.fault(53)
 @pytest.mark.parametrize("reason", ["abort", "error", None, "tool_calls"])
 def test_an_answer_that_was_aborted_is_none(proof: Callable[[str], None], reason: str) -> None:
-    for form in (as_json, as_arrays):
+    for form in (as_json, arrays_answer):
         with pytest.raises(ServerLost, match=f"finish_reason {reason!r}: something other than rlgen stopped it") as lost:
-            read_answer(form(reason), form is as_arrays, URL, lambda label: 3)
+            read_answer(form(reason), form is arrays_answer, URL, lambda label: 3)
         assert lost.value.exit_code == 6  # unless it is brought back, and the answer asked again
     output = SimpleNamespace(outputs=[SimpleNamespace(finish_reason=reason, token_ids=[7], logprobs=None)])
     with pytest.raises(EngineError, match=f"finish_reason {reason!r}, not stop or length"):
@@ -192,9 +192,9 @@ def test_an_answer_that_was_aborted_is_none(proof: Callable[[str], None], reason
     proof(f"an answer with finish_reason {reason!r}, three tokens in it, in both forms")
 
 
-@pytest.mark.parametrize("form", [as_json, as_arrays])
+@pytest.mark.parametrize("form", [as_json, arrays_answer])
 def test_an_answer_is_read_whole_or_not_at_all(form: Callable[[str | None], bytes]) -> None:
-    whole, arrays = form("length"), form is as_arrays
+    whole, arrays = form("length"), form is arrays_answer
     asked: list[Any] = []
     answer = read_answer(whole, arrays, URL, lambda label: asked.append(label) or 3)  # type: ignore[func-returns-value]
     assert (list(answer.token_ids), list(answer.logp), list(answer.prompt_ids)) == ([7, 8, STOP], [-0.5, -1.0, -0.25], [1])
@@ -204,7 +204,7 @@ def test_an_answer_is_read_whole_or_not_at_all(form: Callable[[str | None], byte
         with pytest.raises(ServerLost, match="sent a response that is not a completion"):
             read_answer(whole[:cut], arrays, URL, lambda label: 3)
     with pytest.raises(ValueError, match="2 ids and 1 log-probs"):
-        packed([1], [7, 8], [-0.5], "stop", [], 0)
+        as_arrays([1], [7, 8], [-0.5], "stop", [], 0)
 
 
 # --- asked for again ---------------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def posted(monkeypatch: pytest.MonkeyPatch, statuses: Iterator[int], again: bool
         async with answering("/generate", answer) as url:
             server = Server(url, "token", 5.0, again)
             async with server.session() as session:
-                return await Line(server, session).post("/generate", b"the same")
+                return await OpenRequests(server, session).post("/generate", b"the same")
 
     said = asyncio.run(run())
     assert set(asked) == {"the same"}

@@ -134,7 +134,7 @@ def test_an_aborted_request_leaves_nothing_behind(roomy: Pair) -> None:
     engine, vllm = roomy.ours._llm.llm_engine, roomy.ours._vllm
     scheduler = roomy.schedulers()[1]
     asked = requests(6, seed=5)
-    prompts, told = vllm_compat.prompts_of(asked, salt="aborted"), {}
+    prompts, told = vllm_compat.vllm_prompts(asked, salt="aborted"), {}
     for place, (one, prompt) in enumerate(zip(asked, prompts, strict=True)):
         params = vllm_compat.sampling_params(vllm, one, SAMPLING)
         params.output_kind = RequestOutputKind.FINAL_ONLY  # as `generate` sets it
@@ -167,7 +167,7 @@ def test_tokens_are_held_only_where_that_is_asked_for(roomy: Pair, monkeypatch: 
         most.clear()
         params = vllm_compat.sampling_params(roomy.ours._vllm, asked, SAMPLING)
         params.extra_args = extra
-        output = roomy.ours._llm.generate(vllm_compat.prompts_of([asked], salt="held"), [params], use_tqdm=False)[0]
+        output = roomy.ours._llm.generate(vllm_compat.vllm_prompts([asked], salt="held"), [params], use_tqdm=False)[0]
         found.append((max(most), tuple(output.outputs[0].token_ids)))
     assert [held for held, _ in found] == [1, 0, 0] and len({ids for _, ids in found}) == 1
 
@@ -181,7 +181,7 @@ def test_what_depends_on_the_number_of_tokens_changes_in_steady_steps(roomy: Pai
         for place, one in enumerate(params):
             one.min_tokens, one.stop_token_ids, one.output_kind = 20 + place, list(range(0, 240)), RequestOutputKind.FINAL_ONLY
             one._all_stop_token_ids = set(one.stop_token_ids)
-        outputs = engine._llm.generate(vllm_compat.prompts_of(asked, salt="least"), params, use_tqdm=False)
+        outputs = engine._llm.generate(vllm_compat.vllm_prompts(asked, salt="least"), params, use_tqdm=False)
         found.append([tuple(output.outputs[0].token_ids) for output in outputs])
     assert found[0] == found[1]
     # Most ids end an answer, once it is long enough.

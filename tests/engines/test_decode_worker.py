@@ -83,7 +83,7 @@ def with_other_weights(engine: ColocatedEngine, at_step: int) -> list[tuple[list
     """Ids and log-probs of four requests, between two tokens of which all weights are replaced."""
     llm, vllm, found = engine._llm, engine._vllm, {}
     asked = requests(4, seed=8)
-    for place, (one, prompt) in enumerate(zip(asked, vllm_compat.prompts_of(asked, salt="other"), strict=True)):
+    for place, (one, prompt) in enumerate(zip(asked, vllm_compat.vllm_prompts(asked, salt="other"), strict=True)):
         params = vllm_compat.sampling_params(vllm, one, SAMPLING)
         llm.llm_engine.add_request(str(place), prompt, params)
     model = load_model(locate("tiny:qwen3"), None, torch.float32, "sdpa", CPU)

@@ -18,7 +18,7 @@ from rlgen.engines import vllm_compat
 from rlgen.engines.base import Engine, fingerprint
 from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.http import Server
-from rlgen.engines.plan import digest_of
+from rlgen.engines.plan import settings_digest
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.engines.worker import Worker
 from rlgen.errors import EngineError, Fault, SentinelError
@@ -337,7 +337,7 @@ def test_an_engine_names_the_plan_that_it_was_started_by(engine: Engine) -> None
     """The journal takes no answer of another plan: that of a server comes from the server itself."""
     plan = engine.facts().plan
     if engine.abilities.whole_step:  # no vLLM
-        assert plan == digest_of({"attention": "sdpa", "max_num_seqs": 64})
+        assert plan == settings_digest({"attention": "sdpa", "max_num_seqs": 64})
     else:
         assert plan == plan_of("qwen3").digest() != plan_of("qwen3", model_impl="transformers").digest()
 

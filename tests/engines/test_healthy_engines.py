@@ -17,7 +17,7 @@ import pytest
 from helpers.waiting import HANGS
 
 from rlgen.engines import client, transfer
-from rlgen.engines.client import Line
+from rlgen.engines.client import OpenRequests
 from rlgen.engines.http import Server
 from rlgen.engines.transfer import FileTransfer
 from rlgen.engines.vllm_compat import process_kept_as_is
@@ -47,7 +47,7 @@ class Probed(Server):
         return 200, b""
 
     async def asked(self, *probes: int) -> None:
-        async def ask(line: Line, place: int) -> None:
+        async def ask(line: OpenRequests, place: int) -> None:
             await line.post("/any", str(probes[place]).encode())
 
         await client.each([self], 9, range(len(probes)), ask)

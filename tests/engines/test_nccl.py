@@ -28,7 +28,7 @@ from rlgen.engines import client, nccl
 from rlgen.engines.base import SyncRecorder, fingerprint
 from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.http import report_of
-from rlgen.engines.nccl import BUCKET_BYTES, Broadcast, buckets, own_address, packed
+from rlgen.engines.nccl import BUCKET_BYTES, Broadcast, bucket_bytes, buckets, own_address
 from rlgen.engines.open import build_engine
 from rlgen.engines.server import ServerEngine
 from rlgen.engines.worker import Worker
@@ -402,7 +402,7 @@ class Workers:
         self.call(Worker.rlgen_listen, True)
         self.call(lambda worker: worker.start_weight_update())
         for chunk in (list(tensors.items())[:5], list(tensors.items())[5:]):
-            self._line.put(packed([tensor for _, tensor in chunk]))
+            self._line.put(bucket_bytes([tensor for _, tensor in chunk]))
             names, shapes = [name for name, _ in chunk], [list(tensor.shape) for _, tensor in chunk]
             info = {"names": names, "dtype_names": ["float32"] * len(chunk), "shapes": shapes}
             self.call(lambda worker, info: worker.update_weights(info), info)

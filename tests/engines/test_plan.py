@@ -20,7 +20,7 @@ from rlgen.engines import vllm_compat
 from rlgen.engines.launch import flags, reason
 from rlgen.engines.open import server_plans
 from rlgen.engines.plan import UNDECIDING, EnginePlan
-from rlgen.engines.server import Call, ServerEngine
+from rlgen.engines.server import SamplingCall, ServerEngine
 from rlgen.errors import EngineError, UsageError
 from rlgen.recipe.engines import RESERVED_ENGINE_ARGUMENTS, VllmRecipe
 from rlgen.recipe.models import EngineNeeds
@@ -144,7 +144,7 @@ def test_a_server_holds_tokens_back_only_where_weights_stay(monkeypatch: pytest.
     held = SimpleNamespace(run="r", version=1, syncs=1)
     keeper = SimpleNamespace(in_flight=in_flight, held=held, servers=[])
     engine = SimpleNamespace(_keeper=keeper, _version_of=None, _connections=1, _closed=None)
-    call = Call(waiting={0: request((3, 4), seed=1)}, finished=None, further=None)
+    call = SamplingCall(waiting={0: request((3, 4), seed=1)}, finished=None, further=None)
     with pytest.raises(EngineError, match="enough"):
         asyncio.run(ServerEngine._sample(engine, call, Sampling(max_tokens=4, temperature=1.0, stop_ids=(257,))))  # type: ignore[arg-type]
     assert [body["sampling_params"]["extra_args"] for body in bodies] == [{"rlgen_held": not in_flight}]
