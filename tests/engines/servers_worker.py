@@ -1,4 +1,4 @@
-"""Two processes that ask one vLLM server, which is killed under them: by torchrun, from `test_every_process.py`.
+"""Two processes that ask one vLLM server, which is killed under them: by torchrun, from `test_server_runs.py`.
 
 servers_worker.py FOLDER     leaves what each process was answered, phase by phase, in FOLDER/RANK.json
 """
