@@ -5,17 +5,13 @@ The cost per request in this process does not grow with the number of open reque
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias, TypeVar
 
 import aiohttp
-import msgspec
 
-from rlgen.engines.answer import JSON_ROUTE, ROUTE, read_answer, read_prefilled
 from rlgen.engines.http import AGAIN, BUSY, PROBE_SECONDS, Server
-from rlgen.engines.vllm_compat import sampling_arguments
 from rlgen.errors import EngineError, ServerLost
-from rlgen.types import Completion, Ids, LogProbs, Request, Sampling
 
 CLOSING_SECONDS = 0.2  # sampling ends this soon after the engine is closed
 MISSED_PROBES = 3  # a server that fails this many health checks in a row while it has open requests counts as lost
@@ -97,10 +93,9 @@ async def each(
     more: More[T] | None = None,
     closed: threading.Event | None = None,
 ) -> None:
-    """Calls `ask` for each of `things`, with the server that has the fewest open requests of this client.
+    """Calls `ask` for each of `things`, with the server that has the fewest open requests of this client, the first of several.
 
     Args:
-        servers: among those with equally few requests, the first is taken.
         most: maximum of open requests; how many of them run at once is decided by the servers.
         more: called again and again for further things while the others are being requested, until it returns none.
         closed: ends the calls within CLOSING_SECONDS once it is set.
@@ -145,56 +140,3 @@ async def until(closed: threading.Event) -> None:
     while not closed.is_set():
         await asyncio.sleep(CLOSING_SECONDS)
     raise EngineError("the engine was closed while it sampled")
-
-
-async def sample(
-    servers: Sequence[Server],
-    requests: Mapping[int, Request],
-    sampling: Sampling,
-    salt: Callable[[], str],
-    version_of: Callable[[str, str], int],
-    arrived: Callable[[int, Completion], None],
-    most: int,
-    more: More[tuple[int, Request]] | None = None,
-    held: bool = False,
-    closed: threading.Event | None = None,
-) -> None:
-    """Samples one completion for each request and passes it to `arrived` as soon as it is finished.
-
-    Args:
-        requests: by index.
-        salt: returns a part of the prefix-cache key, so that activations of other weights are not used.
-        version_of: maps a label of weights and the server's URL to the weight version.
-        arrived: receives index and completion.
-        most, more, closed: as in `each`.
-        held: no weights change while a request is decoded, see `vllm_compat.HELD`.
-    """
-    shared = sampling_arguments(sampling, held)
-
-    async def ask(line: OpenRequests, asked: tuple[int, Request]) -> None:
-        (place, request), server = asked, line.server
-        body = {
-            "token_ids": request.prompt_ids.tolist(),
-            "sampling_params": {**shared, "seed": request.seed, "max_tokens": sampling.limit_of(request)},
-            "cache_salt": salt(),
-            "return_token_ids": True,
-        }
-        raw = await line.post(ROUTE if server.arrays else JSON_ROUTE, msgspec.json.encode(body))
-        arrived(place, read_answer(raw, server.arrays, server.url, lambda label: version_of(label, server.url)))
-
-    await each(servers, most, list(requests.items()), ask, more, closed)
-
-
-async def prefill(servers: Sequence[Server], rows: Sequence[tuple[Ids, Ids]], most: int) -> list[LogProbs]:
-    """Computes log-probs of given completions, as `Engine.prefill_logp` describes."""
-    found: dict[int, LogProbs] = {}
-    params = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
-
-    async def ask(line: OpenRequests, place: int) -> None:
-        prompt_ids, completion_ids = rows[place]
-        ids = [*prompt_ids.tolist(), *completion_ids.tolist()]
-        raw = await line.post(JSON_ROUTE, msgspec.json.encode({"token_ids": ids, "sampling_params": params}))
-        found[place] = read_prefilled(raw, ids, len(prompt_ids), line.server.url)
-
-    await each(servers, most, range(len(rows)), ask)
-    return [found[place] for place in range(len(rows))]

@@ -15,7 +15,7 @@ import msgspec
 import numpy
 import pytest
 from aiohttp import web
-from answers import URL, asking, calls, reading, synthetic
+from answers import URL, asking, calls, engine_on, reading, synthetic
 from helpers.engines import answering
 from helpers.samples import request
 
@@ -88,7 +88,7 @@ IN_AN_ANSWER: dict[str, tuple[Callable[[Answer], None], str]] = {
     "weights of a version to come": (spans(("r.4", 0, 3)), "stale_rollouts.* version 4"),
     "weights without a name": (choice(weight_versions=[]), "stale_rollouts.* version -1"),
     "weights of some ids": (spans(("r.3", 0, 2)), "stale_rollouts.* names the weights of 2 of them"),
-    "a label of weights that is none": (spans(("nonsense", 0, 3)), "not a completion"),
+    "a label of weights that is none": (spans(("nonsense", 0, 3)), "not those of this run"),
     "aborted": (choice(finish_reason="abort"), "finish_reason 'abort'"),
     "no reason": (choice(finish_reason=None), "finish_reason None"),
     "ended without a stop token": (choice(token_ids=[7, 8, 8]), "dropped_stop_token.* its last id is 8"),
@@ -114,7 +114,6 @@ ON_THE_WAY: dict[str, tuple[Bytes, str]] = {
 def collected(second: tuple[int, bytes], slow: float = 0.0) -> list[Completion]:
     """The completions that the client reads, where the second of two requests gets these status and bytes, after `slow` s."""
     requests = [request(prompt, seed=place) for place, prompt in enumerate(PROMPTS)]
-    found: dict[int, Completion] = {}
 
     async def reply(asked: web.Request) -> web.Response:
         prompt = (await asked.json())["token_ids"]
@@ -123,14 +122,12 @@ def collected(second: tuple[int, bytes], slow: float = 0.0) -> list[Completion]:
         await asyncio.sleep(slow)
         return web.Response(status=second[0], body=second[1])
 
-    async def run() -> None:
+    async def run() -> list[Completion]:
         async with answering("/inference/v1/generate", reply) as url:
-            server = Server(url, "token", 0.3 if slow else 30.0)
-            version = lambda label, url: int(label.removeprefix("r."))  # noqa: E731
-            await client.sample([server], dict(enumerate(requests)), SAMPLING, lambda: "", version, found.__setitem__, 8)
+            engine = engine_on([Server(url, "token", 0.3 if slow else 30.0)], run="r")
+            return await asyncio.to_thread(engine.generate, requests, SAMPLING)
 
-    asyncio.run(run())
-    answers = [found[place] for place in range(len(requests))]
+    answers = asyncio.run(run())
     check_answers(requests, answers, SAMPLING, 3)
     return answers
 

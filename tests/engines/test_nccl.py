@@ -358,10 +358,10 @@ def test_a_failed_broadcast_keeps_the_version_and_asks_no_server_more(
 def test_a_lost_server_cannot_be_brought_back(on_servers: OnServers, monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, engine = on_servers
 
-    async def sample(*_: Any) -> None:
+    async def each(*_: Any) -> None:
         raise ServerLost("http://one", "closed the connection: it died")
 
-    monkeypatch.setattr(client, "sample", sample)
+    monkeypatch.setattr(client, "each", each)
     engine.sync(WEIGHTS.items(), 1)
     with pytest.raises(EngineError, match=r"it died. engine.transfer nccl keeps no copy of the weights"):
         engine.generate([request([1], 1)], Sampling(max_tokens=2, temperature=1.0, stop_ids=(1,)))

@@ -16,14 +16,15 @@ import httpx
 import psutil
 import pytest
 import torch
+from answers import engine_on
 from conftest import ROOT, open_vllm, tiny_model
 from helpers.engines import changed
 from helpers.living import gone, listening, tree
+from helpers.samples import request
 from helpers.waiting import HANGS
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlgen.engines import client
 from rlgen.engines.answer import ROUTE, read_answer
 from rlgen.engines.base import fingerprint
 from rlgen.engines.gate import Gate
@@ -32,7 +33,7 @@ from rlgen.engines.launch import claim
 from rlgen.errors import EngineError, SetupError
 from rlgen.models.tiny import build_tiny
 from rlgen.models.weights import checkpoint_tensors
-from rlgen.types import Completion, Request, Sampling, ids_of
+from rlgen.types import Completion, Sampling
 
 Proof = Callable[[str], None]
 
@@ -223,24 +224,21 @@ def test_an_unknown_method_does_not_end_the_server(serving: Serving) -> None:
 def test_arrays_and_json_are_the_same_answers(serving: Serving) -> None:
     url, token = str(serving.client.base_url).rstrip("/"), serving.token_file.read_text()
     server, sampling = Server(url, token, 60.0), Sampling(max_tokens=10, temperature=1.0, stop_ids=tuple(range(230, 260)))
-    requests = {place: Request(prompt_ids=ids_of(range(3, 5 + place)), seed=place) for place in range(12)}
+    requests = [request(range(3, 5 + place), seed=place) for place in range(12)]
 
-    def sample(salt: str) -> list[Completion]:
-        came: dict[int, Completion] = {}
-        labels: list[str] = []
-        version_of = lambda label, _: labels.append(label) or 7  # type: ignore[func-returns-value]  # noqa: E731
-        asyncio.run(client.sample([server], requests, sampling, lambda: salt, version_of, came.__setitem__, 5))
-        assert len(set(labels)) == 1 and {answer.weight_version for answer in came.values()} == {7}
-        return [came[place] for place in requests]
+    def sample(run: str) -> list[Completion]:
+        server.set_label(f"{run}.7")
+        return engine_on([server], run, version=7).generate(requests, sampling)
 
     as_json = sample("a")
     server.look()
     assert server.arrays
     as_arrays = sample("b")
-    for one, other, request in zip(as_json, as_arrays, requests.values(), strict=True):
-        assert one.prompt_ids.tolist() == other.prompt_ids.tolist() == request.prompt_ids.tolist()
+    for asked, one, other in zip(requests, as_json, as_arrays, strict=True):
+        assert one.prompt_ids.tolist() == other.prompt_ids.tolist() == asked.prompt_ids.tolist()
         assert list(one.token_ids) == list(other.token_ids) and list(one.logp) == list(other.logp), "to the last bit"
         assert one.finish_reason == other.finish_reason and one.cached_tokens == other.cached_tokens
+        assert one.weight_version == other.weight_version == 7
     assert len({len(one.token_ids) for one in as_arrays}) > 3 and {one.finish_reason for one in as_arrays} == {"stop", "length"}
 
 
