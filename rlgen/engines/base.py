@@ -215,8 +215,7 @@ class EngineCapabilities:
 class Engine(Protocol):
     """A copy of the model that samples: token ids in, token ids out.
 
-    An engine holds a model and sampling settings and can load weights. It depends on no trainer and no recipe. It leaves
-    random states, thread settings and environment variables of the process as it found them.
+    It leaves random states, thread settings and environment variables of the process as it found them.
     """
 
     @property
@@ -226,7 +225,7 @@ class Engine(Protocol):
 
     @property
     def abilities(self) -> EngineCapabilities:
-        """Returns what the engine can do; it does not change while the engine is open."""
+        """Does not change while the engine is open."""
         ...
 
     def facts(self) -> EngineInfo:
@@ -261,11 +260,8 @@ class Engine(Protocol):
     def prefill_logp(self, rows: Sequence[tuple[Ids, Ids]], images: Sequence[tuple[Image, ...]] = ()) -> list[LogProbs]:
         """Computes log-probs [L] at temperature 1 of given completions, in one forward pass instead of decoding.
 
-        Args:
-            rows: prompt ids and completion ids; together shorter than `EngineInfo.max_model_len`.
-            images: of each prompt; (): no prompt has any.
-
-        Raises EngineError if the engine failed.
+        `rows` are prompt ids and completion ids, together shorter than `EngineInfo.max_model_len`; `images` those of each prompt,
+        () if no prompt has any. Raises EngineError if the engine failed.
         """
         ...
 

@@ -1,7 +1,4 @@
-"""Sends many requests to servers at once, and raises errors as `http` does.
-
-The cost per request in this process does not grow with the number of open requests.
-"""
+"""Sends many requests to servers at once, at a cost per request that does not grow with their number."""
 
 import asyncio
 import threading

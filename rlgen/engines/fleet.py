@@ -59,8 +59,8 @@ class Member:
 class ServerPool:
     """One or several servers, all with the same weights.
 
-    Weights are labelled `RUN.VERSION`; every completion carries the label of the weights that sampled it. A label of another run,
-    or none, means that the server was restarted or used by another run: it is sent the current weights again.
+    Every completion carries the label of the weights that sampled it. A label of another run, or none, means that the server was
+    restarted or used by another run: it is sent the current weights again.
 
     Args:
         shape: of the model that is trained, see `model_shape`.

@@ -1,7 +1,6 @@
 """Protects a vLLM server, where every request without the token is refused, and adds a route that returns arrays.
 
-vLLM's own route creates an object and about 140 bytes of JSON for each token, in the one process that serves all requests. The
-added one has ids in, ids and log-probs out, without an object or text per token.
+vLLM's own route creates an object and about 140 bytes of JSON for each token, in the one process that serves all requests.
 """
 
 import asyncio
@@ -48,7 +47,6 @@ class Gate:
         self._refused, self._told = 0, 0.0
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Passes on a request with the token; refuses any other with status 401, or closes its websocket."""
         if scope["type"] == "lifespan" or self._admits(scope):
             await self._app(scope, receive, send)
             return
@@ -64,7 +62,7 @@ class Gate:
         return len(given) == 1 and hmac.compare_digest(given[0], self._expected)
 
     def _tell(self, scope: Message) -> None:
-        """Counts a refused request and logs the count, at most once in QUIET seconds."""
+        """Logs how many requests were refused, at most once in QUIET seconds."""
         self._refused += 1
         if time.monotonic() - self._told >= QUIET:
             who = (scope.get("client") or ["unknown"])[0]
@@ -127,14 +125,11 @@ class Arrays:
                 output.num_cached_tokens or 0,
             )
         except Exception as error:  # of any class; vLLM itself ends a server whose engine is dead
-            if isinstance(error, msgspec.MsgspecError) or vllm_compat.is_refusal(error):
-                return 400, words(error)
-            log.exception("%s failed", ROUTE)
-            return 500, words(error)
-
-
-def words(error: Exception) -> bytes:
-    return json.dumps({"error": {"message": f"{type(error).__name__}: {error}"}}).encode()
+            refused = isinstance(error, msgspec.MsgspecError) or vllm_compat.is_refusal(error)
+            if not refused:
+                log.exception("%s failed", ROUTE)
+            message = {"message": f"{type(error).__name__}: {error}"}
+            return 400 if refused else 500, json.dumps({"error": message}).encode()
 
 
 async def whole_body(receive: Receive) -> bytes:

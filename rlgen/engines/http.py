@@ -48,8 +48,6 @@ class Server:
     """The HTTP client of the server at `url`.
 
     Args:
-        url: such as "http://127.0.0.1:8000".
-        token: sent with every request.
         timeout: seconds without any response after which a server with open requests counts as lost.
         again: whether a request is sent again when the server is busy or fails, see `AGAIN`. For a server that somebody else
             runs: the proxy in front of it may fail for a moment. A server that rlgen started is restarted instead.
@@ -175,14 +173,13 @@ class Server:
             raise EngineError(f"{self.url} did not empty its prefix cache after a weight sync")
 
     def pause(self) -> None:
-        """Pauses the server: running requests stop where they are until `resume`."""
+        """Running requests stop where they are until `resume`."""
         self.call("POST", "/pause?mode=keep", timeout=self.timeout)
 
     def resume(self) -> None:
         self.call("POST", "/resume", timeout=self.timeout)
 
     def lost(self, route: str, error: Exception, timeout: float) -> ServerLost:
-        """Returns the error that explains why a request has no response."""
         path = route.partition("?")[0]
         if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
             return ServerLost(self.url, f"cannot be reached: no server listens there ({error}); `rlgen serve RECIPE` starts one")
