@@ -28,7 +28,7 @@ PAGE = (ROOT / "rlgen" / "docs" / "python.md").read_text()
 READ, WATCH, REINFORCE, SQUARED = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 OWN = """\
 import torch
-from rlgen.algorithms.base import PolicyGradient, Signal
+from rlgen.algorithms.base import PolicyGradient, Advantages
 from rlgen.losses.advantages import group_advantages, without_signal
 from rlgen.losses.masking import select
 
@@ -36,7 +36,7 @@ class Own(PolicyGradient):
     divides_by = "tokens"
     def advantages(self, scores):
         found = group_advantages(scores.rewards, scores.group_ids, "none")
-        return Signal.of_policy(found, without_signal(scores.rewards, scores.group_ids), scores, self.recipe)
+        return Advantages.of_policy(found, without_signal(scores.rewards, scores.group_ids), scores, self.recipe)
     def loss(self, x):
         logp, mask = x.policy_logp, x.mask
         {body}
@@ -191,14 +191,8 @@ def test_an_own_loss_that_is_rloo_learns_what_rloo_learns(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        (
-            "return -(x.advantages[:, None] * select(mask, logp)).sum() / mask.sum(), {}",
-            r"depends on the split.* by \d\.\d+ of its",
-        ),
-        (
-            "return -(x.advantages[:, None] * select(mask, logp)).mean(), {}",
-            r"depends on the split.*divide by a count of x.totals",
-        ),
+        ("return -(x.advantages[:, None] * select(mask, logp)).sum() / mask.sum(), {}", r"the split.* by \d\.\d+ of its"),
+        ("return -(x.advantages[:, None] * select(mask, logp)).mean(), {}", r"the split.*divide by a count of x.totals"),
         ("return -torch.rand(()) * select(mask, logp).sum() / x.totals.tokens, {}", "computed twice it differs"),
         ("return -(x.advantages[:, None] * logp).sum() / x.totals.tokens, {}", "gradient is .* outside of the mask"),
         ("return select(mask, logp.detach()).sum() / x.totals.tokens, {}", "its gradient is zero"),

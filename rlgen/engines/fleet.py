@@ -268,7 +268,7 @@ class SharedServerPool:
             pool = self._pool = open_pool()
             return pool.servers, pool.facts, pool.held, pool.in_flight, pool.merges
 
-        servers, self.facts, self.held, self.in_flight, self.merges = processes.patiently(start)
+        servers, self.facts, self.held, self.in_flight, self.merges = processes.on_main(start, keepalive=True)
         self._store = dist.PrefixStore(f"servers/{self.held.run}", processes.store)
         turn = processes.rank % len(servers)  # spreads processes with few requests over the servers
         self.servers = servers[turn:] + servers[:turn]
@@ -373,7 +373,7 @@ class SharedServerPool:
         if pool is None:
             for _ in weights:
                 pass
-        sent = self._processes.patiently(send)
+        sent = self._processes.on_main(send, keepalive=True)
         assert sent is not None  # the main process has a pool
         receipt, self.held = sent
         return receipt

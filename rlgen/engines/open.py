@@ -132,7 +132,7 @@ def server_plans(needs: EngineNeeds, location: str) -> list[ServerPlan]:
             f" {size} GPUs, such as {list(range(size))}, which are divided among the servers"
         )
     # Two servers that each have a thread for every core wait for each other: they load weights in 2.6 times the time of one. With
-    # `rollout.stream` the trainer works at the same time, on half of the cores, see `setup.learner.build_groups`.
+    # `rollout.stream` the trainer works at the same time, on half of the cores, see `setup.train_state.build_groups`.
     stream = needs.rollout.stream
     shared = (settings.servers > 1 or stream) and not plan.on_gpu and "OMP_NUM_THREADS" not in os.environ
     free = cores() - cores() // 2 if stream else cores()

@@ -24,7 +24,7 @@ from rlgen.errors import EngineError, SetupError
 from rlgen.losses.logp import head_dtype, log_softmax
 from rlgen.models.decoder import decoder_of
 from rlgen.models.memory_errors import memory_for
-from rlgen.models.policy import Head
+from rlgen.models.policy import LmHead
 from rlgen.models.vision import Vision
 from rlgen.models.weights import model_tensors, own_tensors
 from rlgen.out_of_memory import is_out_of_memory, one_line
@@ -54,7 +54,7 @@ class TransformersEngine:
         vision: Vision | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        self._model, self._head, self._fp32_head = model.requires_grad_(False), Head.of(model), fp32_head
+        self._model, self._head, self._fp32_head = model.requires_grad_(False), LmHead.of(model), fp32_head
         self._max_num_seqs, self._vision, self._tokenizer = max_num_seqs, vision, tokenizer
         self._version = 0
         self._try_decoding()

@@ -22,7 +22,7 @@ CACHED_BYTES = 256 << 20  # of pixel values that are kept, so that an image of a
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class VisionFamily:
     """How the processor of one architecture hands over several images."""
 
     inputs: tuple[str, ...]  # tensors of the processor that the vision tower takes
@@ -30,7 +30,7 @@ class Family:
 
 
 # By model type. Members have a decoder with plain positions that sees images as embeddings in place of the placeholder's.
-FAMILIES: Mapping[str, Family] = {"idefics3": Family(inputs=("pixel_values", "pixel_attention_mask"), axis=1)}
+FAMILIES: Mapping[str, VisionFamily] = {"idefics3": VisionFamily(inputs=("pixel_values", "pixel_attention_mask"), axis=1)}
 
 
 def reads_images(config: PreTrainedConfig) -> bool:
@@ -86,11 +86,7 @@ class Vision:
 
     @classmethod
     def open(cls, location: str, revision: str | None, config: PreTrainedConfig) -> "Vision":
-        """Loads the processor of the model at `location`.
-
-        Raises:
-            SetupError: there is none, or it cannot be loaded.
-        """
+        """Loads the processor of the model at `location`. Raises SetupError if it cannot."""
         try:
             processor = AutoProcessor.from_pretrained(location, revision=revision, trust_remote_code=False)
         except (OSError, ValueError, ImportError) as error:
@@ -101,8 +97,7 @@ class Vision:
     def ids(self, data: bytes) -> tuple[int, ...]:
         """Returns the ids that the processor writes for an image in place of its placeholder; they follow from its size.
 
-        Raises:
-            DataError: `data` is no image.
+        Raises DataError if `data` is no image.
         """
         image = decoded(data)
         if image.size not in self._by_size:

@@ -137,8 +137,8 @@ def silent_groups(table: RowTable, algorithm: Algorithm, weights: Mapping[str, f
 
     A KL in the reward does not count as a signal.
     """
-    signal = algorithm.advantages(table.scores(weights))
-    has_gradient = (signal.trained & (signal.advantages != 0)).numpy()
+    advantages = algorithm.advantages(table.scores(weights))
+    has_gradient = (advantages.trained & (advantages.advantages != 0)).numpy()
     return np.setdiff1d(table.group_id, table.group_id[has_gradient])
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import CPU, open_vllm, tiny_model
 from helpers.adapters import CHOSEN, adapted, gap, gap_to_base, learn, sample
-from helpers.engines import recipe_with
+from helpers.recipes import recipe_for
 from helpers.slow import slow_but
 from helpers.waiting import HANGS
 from parity import BOUND, LEAST, POWER
@@ -240,8 +240,8 @@ def test_two_hundred_syncs_leave_the_base_alone_and_move_the_engine(alone: bool)
 @pytest.mark.slow
 def test_a_launched_server_is_sent_the_adapter_alone(tmp_path: Path) -> None:
     settings = {"kind": "server", "launch": True, "lora": "adapter", "max_model_len": 80, "start_timeout": HANGS}
-    model = {"path": "tiny:qwen3", "dtype": "float32", "lora": {"rank": 4, "alpha": 8.0}}
-    needs = recipe_with({**settings, "transfer_dir": str(tmp_path)}, model=model).engine_needs
+    model = {"lora": {"rank": 4, "alpha": 8.0}}
+    needs = recipe_for("tiny:qwen3", engine={**settings, "transfer_dir": str(tmp_path)}, model=model).engine_needs
     policy, engine = moved("qwen3"), build_engine(needs, locate("tiny:qwen3"), Processes.alone(), tmp_path, print)
     try:
         assert engine.abilities.merges

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import CPU
-from helpers.engines import recipe_with
 from helpers.pictures import MODEL, asked, picture, vision
+from helpers.recipes import recipe_for
 
 from rlgen.engines.base import Engine
 from rlgen.engines.open import build_engine
@@ -34,9 +34,9 @@ ALONE = Processes.alone()
 
 @pytest.fixture(scope="module", params=["colocated", "transformers"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    recipe = recipe_with(
-        {"kind": request.param},
-        model={"path": MODEL, "dtype": "float32"},
+    recipe = recipe_for(
+        MODEL,
+        engine={"kind": request.param},
         data={"source": "rows.jsonl", "columns": {"images": "images"}, "max_prompt_tokens": 300},
         rollout={"max_completion_tokens": 12},
     )

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, plan_of
-from helpers.engines import recipe_with, server_plan
+from helpers.engines import server_plan
+from helpers.recipes import recipe_for
 from helpers.samples import request
 
 from rlgen.engines import vllm_compat
@@ -53,8 +54,9 @@ PLAN = replace(plan_of("qwen3"), model="/models/tiny", on_gpu=False, vllm="0.32.
 
 def needs(stream: bool = False, **engine: Any) -> EngineNeeds:
     rollout = {"prompts_per_step": 5, "group_size": 2, "max_completion_tokens": 24, "stream": stream}
-    model, data = {"path": "tiny:qwen3", "revision": "r1"}, {"source": "task:sort", "max_prompt_tokens": 40}
-    return recipe_with(engine or {"kind": "colocated"}, model=model, data=data, rollout=rollout).engine_needs
+    model, data = {"revision": "r1", "dtype": "bfloat16"}, {"source": "task:sort", "max_prompt_tokens": 40}
+    settings = engine or {"kind": "colocated"}
+    return recipe_for("tiny:qwen3", engine=settings, model=model, data=data, rollout=rollout).engine_needs
 
 
 def test_every_field_has_another_value() -> None:

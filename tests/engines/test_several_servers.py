@@ -9,7 +9,8 @@ import psutil
 import pytest
 import torch
 from conftest import open_vllm, tiny_model
-from helpers.engines import changed, kill, recipe_with
+from helpers.engines import changed, kill
+from helpers.recipes import recipe_for
 from helpers.samples import request
 from helpers.waiting import HANGS
 
@@ -31,7 +32,7 @@ REQUESTS = [request(range(3, 5 + place % 7), seed=1000 + place) for place in ran
 
 def needs(**engine: Any) -> EngineNeeds:
     settings = {"kind": "server", "launch": True, "servers": 2, "max_model_len": 256, "start_timeout": HANGS, **engine}
-    return recipe_with(settings).engine_needs
+    return recipe_for("tiny:qwen3", engine=settings).engine_needs
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Engines' descriptions, servers that are made up, recipes of which only the engine matters, and weights that have changed."""
+"""Engines' descriptions, servers that are made up, and weights that have changed."""
 
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -15,7 +15,6 @@ from rlgen.engines.fleet import Member, ServerPool
 from rlgen.engines.launch import ServerPlan
 from rlgen.engines.plan import EnginePlan
 from rlgen.models.weights import own_tensors
-from rlgen.recipe import Recipe
 
 
 def engine_info(dtype: str = "float32", **changes: Any) -> EngineInfo:
@@ -27,17 +26,6 @@ def engine_info(dtype: str = "float32", **changes: Any) -> EngineInfo:
 def server_plan(engine: EnginePlan, **changes: Any) -> ServerPlan:
     plan: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "nccl": False, "devices": None, "threads": None}
     return ServerPlan(engine=engine, **{**plan, **changes})
-
-
-def recipe_with(engine: dict[str, Any], **sections: Any) -> Recipe:
-    """A recipe of the tiny model in float32, and of this engine."""
-    least = {
-        "run": {"name": "test"},
-        "model": {"path": "tiny:qwen3", "dtype": "float32"},
-        "data": {"source": "task:sort"},
-        "rewards": [{"use": "exact_match"}],
-    }
-    return Recipe.model_validate({**least, "engine": engine, **sections})
 
 
 def changed(model: Any, size: float = 0.02, seed: int = 1) -> Any:

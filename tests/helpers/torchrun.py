@@ -49,9 +49,11 @@ def torchrun(world: int = 2) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
 
 
-def launch(*command: object, launcher: Sequence[str] | None = None, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def launch(
+    *command: object, launcher: Sequence[str] | None = None, timeout: float = 120, **environment: str
+) -> subprocess.CompletedProcess[str]:
     words = [*(torchrun() if launcher is None else launcher), *map(str, command)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=timeout, env=ENVIRONMENT)
+    return subprocess.run(words, capture_output=True, text=True, timeout=timeout, env={**ENVIRONMENT, **environment})
 
 
 def well(ended: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:

@@ -3,16 +3,16 @@
 import sys
 from pathlib import Path
 
-from helpers.learner import parts, save_parts
+from helpers.train_state import parts, save_parts
 
 from rlgen.processes import Processes
-from rlgen.run.checkpoint import Checkpoints
+from rlgen.run.checkpoint import Checkpoints, load_checkpoint
 
 
 def main(checkpoint: Path, folder: Path) -> None:
     processes = Processes.open(60)
     own = parts(sharded_by=processes)
-    Checkpoints.load(checkpoint, *own, processes)
+    load_checkpoint(checkpoint, *own, processes.rank)
     save_parts(Checkpoints(folder, 1, processes), 2, own)
     processes.close()
 

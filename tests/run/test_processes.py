@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import read_jsonl
-from helpers.learner import Parts, equal, parts, save_parts, state
 from helpers.torchrun import (
     ALONE,
     PRECISE,
@@ -26,6 +25,7 @@ from helpers.torchrun import (
     weights,
     well,
 )
+from helpers.train_state import Parts, equal, parts, save_parts, state
 from process_worker import TRAINERS
 from safetensors.torch import load_file
 from torch import Tensor
@@ -33,7 +33,7 @@ from torch import Tensor
 from rlgen.files import read_json
 from rlgen.processes import Processes
 from rlgen.rollout.read import read_rollouts
-from rlgen.run.checkpoint import Checkpoints
+from rlgen.run.checkpoint import Checkpoints, load_checkpoint
 from rlgen.run.manifest import check_files
 
 HERE = Path(__file__).parent
@@ -124,7 +124,7 @@ def test_what_is_loaded_is_what_was_saved_to_the_last_bit(chain: dict[str, Path]
     """Shards to whole tensors here, to shards again in two processes, and back."""
 
     def load(path: Path, own: Parts) -> dict[str, Tensor]:
-        assert Checkpoints.load(path, *own, Processes.alone()).step == 2
+        assert load_checkpoint(path, *own).step == 2
         return state(*own)
 
     first = parts()
