@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import open_transformers, open_vllm, plan_of, tiny_model
+from helpers import adapters
 from helpers.engines import changed
 from helpers.samples import answered, request
 from torch import Tensor
@@ -45,10 +46,7 @@ def requests(count: int, longest: int = 30) -> list[Request]:
 
 
 def gap(policy: Policy, asked: list[Request], answers: list[Completion], distribution: Distribution) -> float:
-    """Largest |engine - trainer| log-prob."""
-    samples = [answered(one, answer) for one, answer in zip(asked, answers, strict=True)]
-    logp = score(policy, samples, distribution, 4096, Processes.alone())
-    return max((torch.from_numpy(s.sampler_logp) - values).abs().max().item() for s, values in zip(samples, logp, strict=True))
+    return adapters.gap(policy, [answered(one, answer) for one, answer in zip(asked, answers, strict=True)], distribution)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import CPU
+from helpers.adapters import gap
 from helpers.pictures import MODEL, asked, picture, vision
 from helpers.recipes import recipe_for
 
@@ -20,9 +21,8 @@ from rlgen.models.vision import of_vision
 from rlgen.processes import Processes
 from rlgen.rollout.answers import check_answers
 from rlgen.rollout.sample import groups_of
-from rlgen.rollout.score import score
 from rlgen.sentinel.sync import send_weights
-from rlgen.types import WHOLE, Completion, Prompt, Request, Sample, Sampling
+from rlgen.types import Completion, Prompt, Request, Sample, Sampling
 
 pytestmark = pytest.mark.vllm
 BOUND = 1e-4  # nats, in float32
@@ -72,11 +72,6 @@ class Decoder:
 
     def decode(self, ids: object, skip_special_tokens: bool) -> str:
         return ""
-
-
-def gap(policy: Policy, found: Sequence[Sample]) -> float:
-    own = score(policy, found, WHOLE, 4096, ALONE)
-    return max(float(np.abs(logp.numpy() - one.sampler_logp).max()) for logp, one in zip(own, found, strict=True))
 
 
 def test_engine_and_trainer_agree_with_a_warm_cache_too(engine: Engine, policy: Policy) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import open_vllm, tiny_model
+from helpers.adapters import gap
 from helpers.engines import FakeServer, changed, pool_of
 from helpers.samples import answered, request
 from helpers.waiting import HANGS
@@ -37,9 +38,8 @@ from rlgen.models.policy import Policy
 from rlgen.models.weights import checkpoint_tensors
 from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
-from rlgen.rollout.score import score
 from rlgen.sentinel.sync import check_receipt
-from rlgen.types import WHOLE, Sampling
+from rlgen.types import Sampling
 
 Proof = Callable[[str], None]
 
@@ -427,13 +427,8 @@ def test_a_worker_hears_what_vllm_loads_and_samples_from_it(monkeypatch: pytest.
         engine._llm.reset_prefix_cache()
         asked = request([10, 20, 30, 40], 5)
         (answer,) = engine.generate([asked], Sampling(max_tokens=8, temperature=1.0, stop_ids=(257,)))
-        sample = answered(asked, answer)
-
-        def gap(other: Any) -> float:
-            (logp,) = score(Policy(other, torch.float32, True), [sample], WHOLE, 4096, Processes.alone())
-            return (torch.from_numpy(answer.logp) - logp).abs().max().item()
-
-        assert gap(model) < 1e-5 and gap(tiny_model("qwen3")) > 0.1  # a tied head that stayed old would be off by nats
+        gaps = [gap(Policy(one, torch.float32, True), [answered(asked, answer)]) for one in (model, tiny_model("qwen3"))]
+        assert gaps[0] < 1e-5 and gaps[1] > 0.1  # a tied head that stayed old would be off by nats
         workers.call(Worker.rlgen_listen, True)  # a trainer that ended here
         few = {name: tensor for name, tensor in sent.items() if name != "model.layers.1.mlp.down_proj.weight"}
         told = workers.update(few)
