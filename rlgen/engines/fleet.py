@@ -48,14 +48,6 @@ class SentWeights:
     syncs: int  # number of syncs so far
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One server of the pool."""
-
-    server: Server
-    process: ServerProcess | None  # None: the server was started elsewhere and cannot be restarted from here
-
-
 class ServerPool:
     """One or several servers, all with the same weights.
 
@@ -63,6 +55,7 @@ class ServerPool:
     restarted or used by another run: it is sent the current weights again.
 
     Args:
+        processes: of the servers that this run started, by URL; others cannot be restarted from here.
         shape: of the model that is trained, see `model_shape`.
         in_flight: whether a sync pauses running requests instead of waiting for them.
         merges: whether an adapter is sent alone, and each server merges it.
@@ -76,7 +69,8 @@ class ServerPool:
     def __init__(
         self,
         *,
-        members: Sequence[Member],
+        servers: Sequence[Server],
+        processes: Mapping[str, ServerProcess],
         shape: Mapping[str, Any],
         in_flight: bool,
         merges: bool = False,
@@ -84,8 +78,7 @@ class ServerPool:
         carrier: FileTransfer | Broadcast,
         say: Callable[[str], None],
     ) -> None:
-        self._members = tuple(members)
-        self.servers = tuple(member.server for member in members)
+        self.servers, self._processes = tuple(servers), processes
         self.in_flight, self.merges = in_flight, merges
         self._restarts, self._carrier, self._say = restarts, carrier, say
         self.held = SentWeights(run=secrets.token_hex(4), version=STALE, syncs=0)
@@ -142,25 +135,25 @@ class ServerPool:
     def _deliver(self, files: FileTransfer, weights: Weights, version: int, hashed: bool) -> list[SyncReport]:
         """Sends weights by files to all servers at the same time; restarts servers that have died."""
 
-        def give(member: Member) -> SyncReport:
+        def give(server: Server) -> SyncReport:
             try:
-                return self._load(member, folder, version, hashed)
+                return self._load(server, folder, version, hashed)
             except ServerLost as lost:
-                self._restart(member, lost)
-                return self._load(member, folder, version, hashed)
+                self._restart(lost)
+                return self._load(server, folder, version, hashed)
 
-        with ThreadPoolExecutor(len(self._members), thread_name_prefix="rlgen-loading") as each:
+        with ThreadPoolExecutor(len(self.servers), thread_name_prefix="rlgen-loading") as each:
             folder = files.write(weights, version)  # no server is recovered meanwhile: the previous weights are gone
-            receipts = list(each.map(give, self._members))
+            receipts = list(each.map(give, self.servers))
         files.current = folder
         return receipts
 
-    def _load(self, member: Member, folder: Path, version: int, hashed: bool) -> SyncReport:
+    def _load(self, server: Server, folder: Path, version: int, hashed: bool) -> SyncReport:
         """Makes one server load the weights in `folder`.
 
         Raises WeightsKept if the files cannot be loaded; the server keeps its weights and their label.
         """
-        server, before = member.server, member.server.label()
+        before = server.label()
         with self._replacing([server], version):
             try:
                 return server.load(str(folder), version, hashed)
@@ -202,15 +195,14 @@ class ServerPool:
                 return
             if self._stopped.is_set() or self._carrier.current is None:
                 raise lost
-            member = next(member for member in self._members if member.server.url == lost.url)
-            if self._has_other_weights(member.server):
+            server = next(server for server in self.servers if server.url == lost.url)
+            if self._has_other_weights(server):
                 self._count(lost)
             else:
-                self._restart(member, lost)
-            self._load(member, self._carrier.current, self.held.version, hashed=False)
+                self._restart(lost)
+            self._load(server, self._carrier.current, self.held.version, hashed=False)
             self._say(
-                f"engine: {member.server.url} has the weights of version {self.held.version} again; its open requests are sent"
-                " again"
+                f"engine: {server.url} has the weights of version {self.held.version} again; its open requests are sent again"
             )
 
     def _has_other_weights(self, server: Server) -> bool:
@@ -220,13 +212,13 @@ class ServerPool:
         except ServerLost:
             return False
 
-    def _restart(self, member: Member, lost: ServerLost) -> None:
+    def _restart(self, lost: ServerLost) -> None:
         """Restarts a server. Raises ServerLost if it was started elsewhere, EngineError if the limit is reached."""
-        if member.process is None:
+        if lost.url not in self._processes:
             raise ServerLost(lost.url, f"{lost.what}. Start it with `rlgen serve`, then resume the run with --resume") from lost
         self._count(lost)
         self._say(f"engine: {lost}; starting it again")
-        member.process.restart()
+        self._processes[lost.url].restart()
 
     def _count(self, lost: ServerLost) -> None:
         """Counts one recovery. Raises EngineError if the limit engine.restarts is reached."""
@@ -240,9 +232,8 @@ class ServerPool:
         self._stopped.set()
         if isinstance(self._carrier, Broadcast):
             self._carrier.close()  # before the servers end
-        for member in self._members:
-            if member.process is not None:
-                member.process.stop()
+        for process in self._processes.values():
+            process.stop()
 
     def close(self) -> None:
         """Removes the weight files. Must be called after all sampling and recovery has ended."""

@@ -14,9 +14,9 @@ import torch
 from rlgen.engines import vllm_compat, vllm_weights
 from rlgen.engines.base import Engine, model_shape
 from rlgen.engines.colocated import ColocatedEngine
-from rlgen.engines.fleet import Member, ServerPool, SharedServerPool
+from rlgen.engines.fleet import ServerPool, SharedServerPool
 from rlgen.engines.http import Server
-from rlgen.engines.launch import ServerPlan, new_token, start_servers
+from rlgen.engines.launch import ServerPlan, ServerProcess, new_token, start_servers
 from rlgen.engines.nccl import NEEDS_GPU, Broadcast, own_address
 from rlgen.engines.plan import EnginePlan
 from rlgen.engines.server import ServerEngine
@@ -93,19 +93,22 @@ def open_servers(
         carrier: FileTransfer | Broadcast | None = FileTransfer(settings.transfer_dir) if settings.transfer == "files" else None
         if carrier is not None:
             undo.callback(carrier.close)
-        members = [Member(Server(url, token, settings.timeout, again=True), None) for url in servers(settings)]
+        pool = [Server(url, token, settings.timeout, again=True) for url in servers(settings)]
+        processes: dict[str, ServerProcess] = {}
         if settings.launch:
             plans = server_plans(needs, location)
             files = [logs / ("server.log" if len(plans) == 1 else f"server{number}.log") for number in range(len(plans))]
             for process in start_servers(plans, token, files, settings.start_timeout):
                 undo.callback(process.stop)
-                members.append(Member(Server(process.url, token, settings.timeout), process))
+                processes[process.url] = process
+                pool.append(Server(process.url, token, settings.timeout))
         if carrier is None:
-            at = own_address([member.server.url for member in members])
-            carrier = Broadcast([m.server for m in members], at, vllm_weights.nccl_connector(), settings.timeout)
+            at = own_address([server.url for server in pool])
+            carrier = Broadcast(pool, at, vllm_weights.nccl_connector(), settings.timeout)
             undo.callback(carrier.close)
-        pool = ServerPool(
-            members=members,
+        opened = ServerPool(
+            servers=pool,
+            processes=processes,
             shape=model_shape(load_config(location, needs.model.revision)),
             in_flight=needs.in_flight,
             merges=settings.lora == "adapter",
@@ -114,7 +117,7 @@ def open_servers(
             say=say,
         )
         undo.pop_all()
-    return pool
+    return opened
 
 
 def server_plans(needs: EngineNeeds, location: str) -> list[ServerPlan]:

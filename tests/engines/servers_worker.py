@@ -44,7 +44,7 @@ def main(folder: Path) -> None:
     def step(requests: Sequence[Request], killer: int | None) -> list[object]:
         """What this process is answered; process `killer` kills the server when it has five answers."""
         pool = engine._keeper._pool
-        family = processes.on_main(lambda: [process.pid for process in pool._members[0].process.processes()])
+        family = processes.on_main(lambda: [one.pid for server in pool._processes.values() for one in server.processes()])
         came: list[int] = []
 
         def finished(place: int, answer: Completion) -> None:

@@ -20,7 +20,7 @@ from helpers.engines import changed, kill, server_plan
 
 from rlgen.engines import fleet as fleet_module
 from rlgen.engines.base import SyncReport, model_shape
-from rlgen.engines.fleet import Member, ServerPool
+from rlgen.engines.fleet import ServerPool
 from rlgen.engines.http import Server, WeightsKept
 from rlgen.engines.launch import new_token, start_servers
 from rlgen.engines.server import ServerEngine
@@ -55,7 +55,8 @@ class Bench:
             self.process.restart()  # a test before this one left it dead
         at = Server(other.get("url", self.process.url), other.get("token", self.token), TIMEOUT)
         fleet = ServerPool(
-            members=[Member(at, self.process if supervised else None)],
+            servers=[at],
+            processes={self.process.url: self.process} if supervised else {},
             shape=model_shape(self.model.config),
             in_flight=in_flight,
             restarts=restarts,

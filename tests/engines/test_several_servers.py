@@ -44,12 +44,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerEngine
     engine.close()
 
 
-def processes_of(fleet: ServerPool) -> list[list[psutil.Process]]:
-    found = []
-    for member in fleet._members:
-        assert member.process is not None
-        found.append(member.process.processes())
-    return found
+def processes_of(pool: ServerPool) -> list[list[psutil.Process]]:
+    return [process.processes() for process in pool._processes.values()]
 
 
 @pytest.mark.slow

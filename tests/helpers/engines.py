@@ -11,7 +11,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from rlgen.engines.base import EngineInfo, Settings
-from rlgen.engines.fleet import Member, ServerPool
+from rlgen.engines.fleet import ServerPool
 from rlgen.engines.launch import ServerPlan
 from rlgen.engines.plan import EnginePlan
 from rlgen.models.weights import own_tensors
@@ -67,8 +67,7 @@ class FakeServer:
 def pool_of(monkeypatch: pytest.MonkeyPatch, servers: Sequence[Any], carrier: Any, in_flight: bool = False) -> ServerPool:
     """The pool of servers that are made up, which rlgen has not started."""
     monkeypatch.setattr(ServerPool, "_examined", staticmethod(lambda server, shape: engine_info(stop_ids=(1,))))
-    members = [Member(server, None) for server in servers]
-    return ServerPool(members=members, shape={}, in_flight=in_flight, restarts=2, carrier=carrier, say=print)
+    return ServerPool(servers=servers, processes={}, shape={}, in_flight=in_flight, restarts=2, carrier=carrier, say=print)
 
 
 @asynccontextmanager

@@ -104,7 +104,7 @@ def test_a_server_that_is_killed_among_conversations_changes_nothing() -> None:
 
     def later(turn: Any, answer: Any) -> None:
         if turn.turn == 1 and not killed:
-            for process in opened._keeper._members[0].process.processes():
+            for process in [one for server in opened._keeper._processes.values() for one in server.processes()]:
                 killed.append(process.pid)
                 process.kill()
         answer()
