@@ -5,8 +5,8 @@ A call raises ServerLost if the server is gone, hangs, or fails with a status of
 
 import asyncio
 import resource
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -35,9 +35,6 @@ AGAIN = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between attempts
 NOT_OURS = (
     "the server's workers are not rlgen's; start it with --worker-extension-cls rlgen.engines.worker.Worker, or by `rlgen serve`"
 )
-
-
-T = TypeVar("T")
 
 
 class WeightsKept(EngineError):
@@ -91,18 +88,17 @@ class Server:
         Without `timeout`, in seconds, there is the short limit for a request that needs no computing.
         """
         raw = None if body is None else msgspec.json.encode(body)
-        reply = self._in_session(lambda session: self.ask(session, method, route, raw, timeout or self._soon))
-        content = self.checked(route, *reply)
+        content = self.checked(route, *self._reply(method, route, raw, timeout or self._soon))
         return msgspec.json.decode(content) if content else None
 
-    def _in_session(self, call: Callable[[aiohttp.ClientSession], Awaitable[T]]) -> T:
-        """Awaits a call in an event loop and a session of its own."""
+    def _reply(self, method: str, route: str, body: bytes | None, timeout: float) -> tuple[int, bytes]:
+        """Does as `ask`, in an event loop and a session of its own."""
 
-        async def run() -> T:
+        async def ask() -> tuple[int, bytes]:
             async with self.session() as session:
-                return await call(session)
+                return await self.ask(session, method, route, body, timeout)
 
-        return asyncio.run(run())
+        return asyncio.run(ask())
 
     def rpc(self, method: str, timeout: float, **arguments: Any) -> list[dict[str, Any]]:
         """Calls `method` of `rlgen.engines.worker.Worker` on every worker of the server and returns one object per worker.
@@ -121,27 +117,27 @@ class Server:
 
     def require(self) -> None:
         """Raises EngineError unless the server has every route that rlgen uses."""
-
-        async def check(session: aiohttp.ClientSession) -> None:
-            for route in FLAGS:
-                # A route for POST responds to GET with 405. JSON_ROUTE exists even if it is disabled; it then rejects an empty
-                # POST with another status than 400 or 422.
-                method, present = ("POST", (400, 422)) if route == JSON_ROUTE else ("GET", (405,))
-                status, body = await self.ask(session, method, route, b"{}", self._soon)
-                if status not in present:
-                    self.checked(route, status, body)
-
-        self._in_session(check)
+        for route in FLAGS:
+            # A route for POST responds to GET with 405. JSON_ROUTE exists even if it is disabled; it then rejects an empty POST
+            # with another status than 400 or 422.
+            method, present = ("POST", (400, 422)) if route == JSON_ROUTE else ("GET", (405,))
+            status, body = self._reply(method, route, b"{}", self._soon)
+            if status not in present:
+                self.checked(route, status, body)
 
     def look(self, needs_token: bool = True) -> None:
         """Sets `arrays`: whether the server has rlgen's own route, which comes with the gate."""
-        status, body = self._in_session(lambda session: self.ask(session, "GET", ROUTE, None, self._soon))
+        status, body = self._reply("GET", ROUTE, None, self._soon)
         if status == 401 and needs_token:
             self.checked(ROUTE, status, body)
         self.arrays = status == 405
 
     def healthy(self) -> bool:
-        return self._in_session(self.is_healthy)
+        """Does as `is_healthy`, in an event loop and a session of its own."""
+        try:
+            return self._reply("GET", "/health", None, PROBE_SECONDS)[0] == 200
+        except ServerLost:
+            return False
 
     async def is_healthy(self, session: aiohttp.ClientSession) -> bool:
         """Returns whether the server passes its health check within PROBE_SECONDS."""
