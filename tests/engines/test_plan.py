@@ -155,7 +155,7 @@ def test_a_server_holds_tokens_back_only_where_weights_stay(monkeypatch: pytest.
 def test_servers_share_the_work_and_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("rlgen.engines.open.cores", lambda: 7)
-    gpus = {"devices": [4, 5, 6, "7"], "tensor_parallel_size": 2}
+    gpus: dict[str, Any] = {"devices": [4, 5, 6, "7"], "tensor_parallel_size": 2}
     plans = server_plans(needs(kind="server", launch=True, servers=2, port=8000, **gpus), "/m")
     assert [(plan.port, plan.devices) for plan in plans] == [(8000, "4,5"), (8001, "6,7")]
     assert plans[0].engine == plans[1].engine and plans[0].engine.max_num_seqs == 5  # of 10 samples a step

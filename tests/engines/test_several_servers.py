@@ -37,7 +37,8 @@ def needs(**engine: Any) -> EngineNeeds:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerEngine, ServerPool, list[str], Path]]:
-    logs, said = tmp_path_factory.mktemp("servers"), []
+    logs = tmp_path_factory.mktemp("servers")
+    said: list[str] = []
     engine = build_engine(needs(), locate("tiny:qwen3"), Processes.alone(), logs, said.append)
     assert isinstance(engine, ServerEngine) and isinstance(engine._keeper, ServerPool)
     yield engine, engine._keeper, said, logs
