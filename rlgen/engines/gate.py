@@ -35,7 +35,7 @@ class Gate:
     """ASGI middleware for `vllm --middleware rlgen.engines.gate.Gate`: requires `Authorization: Bearer TOKEN` on every route.
 
     vLLM's own `--api-key` protects only some path prefixes; routes that load weights or run methods stay open. The middleware
-    also adds one route, see `generate`. Raises SetupError if the environment variable RLGEN_SERVER_TOKEN is not set.
+    also adds one route, see `respond_with_arrays`. Raises SetupError if the environment variable RLGEN_SERVER_TOKEN is not set.
     """
 
     def __init__(self, app: App) -> None:
@@ -50,7 +50,7 @@ class Gate:
         if scope["type"] != "lifespan" and not self._admits(scope):
             await self._refuse(scope, send)
         elif scope["type"] == "http" and scope["path"] == ROUTE:
-            await generate(scope, receive, send)
+            await respond_with_arrays(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -84,7 +84,7 @@ ASKED = msgspec.json.Decoder(Asked)
 NUMBERS = itertools.count()  # of requests, for their ids
 
 
-async def generate(scope: Message, receive: Receive, send: Send) -> None:
+async def respond_with_arrays(scope: Message, receive: Receive, send: Send) -> None:
     """Handles a request to rlgen's route. If the client disconnects, the engine aborts the request."""
     if scope["method"] != "POST":
         await reply(send, 405, b"{}")
