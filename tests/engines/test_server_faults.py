@@ -123,23 +123,14 @@ def failure(action: Callable[[], Any], within: float) -> RlgenError:
     return caught.value
 
 
-@pytest.mark.fault(50)
-def test_a_server_that_is_not_there(bench: Bench, proof: Proof) -> None:
-    error = failure(lambda: bench.engine(url="http://127.0.0.1:9"), within=5)
-    assert isinstance(error, ServerLost) and error.exit_code == 6
-    assert "http://127.0.0.1:9 cannot be reached" in str(error)
-    proof(f"nobody listens: {error}")
-
-
 @pytest.mark.fault(50, 86)
-def test_a_wrong_token(bench: Bench, proof: Proof) -> None:
+def test_a_server_that_cannot_be_used(bench: Bench, proof: Proof) -> None:
+    error = failure(lambda: bench.engine(url="http://127.0.0.1:9"), within=5)
+    assert isinstance(error, ServerLost) and error.exit_code == 6 and "http://127.0.0.1:9 cannot be reached" in str(error)
+    proof(f"nobody listens: {error}")
     error = failure(lambda: bench.engine(token="guessed"), within=5)
     assert error.exit_code == 6 and "engine.token_env" in str(error) and bench.token not in str(error)
     proof("another token than the server's")
-
-
-@pytest.mark.fault(50)
-def test_a_server_of_another_model(bench: Bench, proof: Proof) -> None:
     shape = model_shape(tiny_model("llama").config)
     error = failure(lambda: ServerPool._examined(Server(bench.process.url, bench.token, TIMEOUT), shape), within=5)
     assert error.exit_code == 6 and "model_type is qwen3 there, llama here" in str(error)
