@@ -15,8 +15,7 @@ from rlgen.models.lora import describe
 from rlgen.models.weights import bits
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe, dump_recipe
-from rlgen.rewards.early import EarlyScoring
-from rlgen.rewards.score import Scorer, open_scorer
+from rlgen.rewards.score import EarlyScoring, Scorer, open_scorer
 from rlgen.rollout.custom import CustomRollout
 from rlgen.rollout.journal import Journal
 from rlgen.rollout.sampler import Ahead, Sampler

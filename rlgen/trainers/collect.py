@@ -12,8 +12,7 @@ from rlgen.algorithms.base import Algorithm
 from rlgen.data import PromptStream
 from rlgen.processes import EngineShare, Processes
 from rlgen.recipe.models import RolloutRecipe
-from rlgen.rewards.early import EarlyScoring
-from rlgen.rewards.score import Scorer
+from rlgen.rewards.score import EarlyScoring, Scorer
 from rlgen.rollout.parquet import Rollout
 from rlgen.rollout.sampler import Sampler
 from rlgen.rollout.table import RowTable

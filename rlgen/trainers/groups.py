@@ -24,7 +24,7 @@ from rlgen.errors import EngineError, Fault, SentinelError
 from rlgen.losses.inputs import Mean, Totals
 from rlgen.metrics import Metric
 from rlgen.processes import Processes
-from rlgen.rewards.early import EarlyScoring
+from rlgen.rewards.score import EarlyScoring
 from rlgen.rollout.sampler import Sampler
 from rlgen.rollout.table import RowTable
 from rlgen.run.state import random_tensors, set_random

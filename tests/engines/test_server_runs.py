@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from rlgen.cli.train import train_command
 from rlgen.files import read_json
-from rlgen.rewards.early import EarlyScoring
+from rlgen.rewards.score import EarlyScoring
 from rlgen.rollout.sampler import Sampler
 from rlgen.types import Completion, Group
 

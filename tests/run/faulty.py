@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from rlgen.cli.app import main
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.models.policy import Policy
-from rlgen.rewards.early import EarlyScoring
+from rlgen.rewards.score import EarlyScoring
 from rlgen.rollout.sampler import Sampler
 from rlgen.run import writing
 from rlgen.run.signals import StopRequest

@@ -27,7 +27,7 @@ from rlgen.files import read_json
 from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
 from rlgen.recipe.fields import moment
-from rlgen.rewards.early import EarlyScoring
+from rlgen.rewards.score import EarlyScoring
 from rlgen.rollout.sampler import Sampler
 from rlgen.run import clock, writing
 from rlgen.run.checkpoint import Checkpoints, seed_random

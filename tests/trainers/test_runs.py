@@ -18,7 +18,7 @@ from rlgen.cli.train import train_command
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.files import read_json
 from rlgen.models.policy import Policy, PolicyScores
-from rlgen.rewards.early import EarlyScoring
+from rlgen.rewards.score import EarlyScoring
 from rlgen.rollout.sampler import Sampler
 from rlgen.run import clock
 from rlgen.run.rollouts import RolloutWriter
