@@ -1,9 +1,8 @@
 """Manages the vLLM servers of a run, which all hold the same weights: sends weights, restarts lost servers.
 
-Every process of a run sends its own requests; only the main process manages the servers.
-Another process that finds a server lost writes that to the store of the process group and waits. A thread of the main process
-polls the store, whatever the main thread is doing, recovers the server and writes the result. The keys, prefixed with the name of
-the pool's run:
+Every process of a run sends its own requests; only the main process manages the servers. Another process that finds a server lost
+writes that to the store of the process group and waits. A thread of the main process polls the store, whatever the main thread is
+doing, recovers the server and writes the result. The keys, prefixed with the name of the pool's run:
 
     asked            how many recoveries were requested
     lost/N           the Nth request: {"url", "what", "before"}
