@@ -39,13 +39,14 @@ from rlgen.recipe.trainers import GRPORecipe
 from rlgen.rollout.answers import check_answers
 from rlgen.rollout.batch import collate
 from rlgen.rollout.sample import groups_of, requests_for
+from rlgen.rollout.samples import Samples
 from rlgen.rollout.table import RowTable
 from rlgen.run.records import sample_metrics, staleness_metrics
 from rlgen.sentinel.bounds import Bounds
 from rlgen.sentinel.probe import Probe, TrainerSide
 from rlgen.sentinel.watch import Watch
 from rlgen.trainers.train_batch import TrainBatch
-from rlgen.types import Completion, Group, Prompt, Samples, Sampling, ids_of, logp_of, one_span
+from rlgen.types import Completion, Group, Prompt, Sampling, ids_of, logp_of, one_span
 
 WORLD, PROMPTS, GROUP, TOKENS, PROMPT_TOKENS = 64, 512, 16, 8192, 512
 SHARE = PROMPTS // WORLD  # prompts of a process

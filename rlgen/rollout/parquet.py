@@ -18,7 +18,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from rlgen.files import whole_file
-from rlgen.types import Prompt, Ragged, Samples, end_of_talk
+from rlgen.rollout.samples import Ragged, Samples
+from rlgen.types import Prompt, end_of_talk
 
 TOKENS = ("prompt_ids", "completion_ids", "sampler_logp", "policy_logp")  # columns of int32 or float32
 SPAN = pa.struct([(name, pa.int32()) for name in ("start", "stop", "version")])

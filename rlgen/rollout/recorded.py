@@ -16,7 +16,8 @@ from rlgen.rollout.frames import Answer, asked_digest, digest
 from rlgen.rollout.journal import Journal, is_start, step_of
 from rlgen.rollout.parquet import parts_of, read_part
 from rlgen.rollout.sample import sample_of, sample_seed
-from rlgen.types import Prompt, Samples, Sampling
+from rlgen.rollout.samples import Samples
+from rlgen.types import Prompt, Sampling
 
 Rewarded = Sequence[Mapping[str, Any]]  # of the samples of a group, as `rewards_of` returns them
 

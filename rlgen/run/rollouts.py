@@ -24,7 +24,8 @@ from rlgen.rollout.frames import columns_digest
 from rlgen.rollout.parquet import FIXED, OF_TURNS, DataColumns, Rollout, Stamp, parts_of, write_part
 from rlgen.rollout.read import rollout_steps
 from rlgen.rollout.sample import last_turn
-from rlgen.types import Ids, Prompt, Sample, Samples, whole_conversation
+from rlgen.rollout.samples import Samples
+from rlgen.types import Ids, Prompt, Sample, whole_conversation
 
 WAITING = 2  # steps that may be queued for the disk before `write` blocks
 DECODED = 256  # completions that are decoded in one call

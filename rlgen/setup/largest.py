@@ -13,10 +13,11 @@ from rlgen.models.memory_errors import memory_for
 from rlgen.out_of_memory import peak
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
+from rlgen.rollout.samples import Samples
 from rlgen.rollout.table import RowTable
 from rlgen.trainers.train_batch import TrainBatch
 from rlgen.trainers.update import Updater
-from rlgen.types import Sample, Samples, one_span
+from rlgen.types import Sample, one_span
 
 
 def try_largest(recipe: Recipe, update: Updater, processes: Processes) -> str:

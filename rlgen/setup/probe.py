@@ -10,6 +10,7 @@ from torch import Tensor
 from rlgen.engines.base import Settings
 from rlgen.models.half import FP8, nudged
 from rlgen.recipe import Recipe
+from rlgen.rollout.samples import Samples
 from rlgen.rollout.table import RowTable
 from rlgen.sentinel.bounds import Bounds, most_for
 from rlgen.sentinel.probe import PROMPTS, Probe, TrainerSide
@@ -17,7 +18,7 @@ from rlgen.sentinel.rungs import Gradient
 from rlgen.setup.train_state import build_updater
 from rlgen.setup.trainer_and_engine import TrainerAndEngine
 from rlgen.trainers.train_batch import TrainBatch
-from rlgen.types import Sample, Samples, one_span
+from rlgen.types import Sample, one_span
 
 TOY_ROWS, TOY_TOKENS = 8, 5  # rows of the train batch of `toy_gradient`; tokens of its shortest row
 

@@ -27,6 +27,7 @@ from rlgen.processes import Processes
 from rlgen.recipe import Recipe
 from rlgen.recipe.sizes import FOLLOWING, is_written
 from rlgen.rollout.recorded import from_journal, from_rollouts, is_recorded, processes_of
+from rlgen.rollout.samples import Samples
 from rlgen.rollout.table import RowTable
 from rlgen.run.checkpoint_folder import CheckpointFolder, Choice
 from rlgen.run.directory import finite
@@ -39,7 +40,7 @@ from rlgen.setup.train_state import TrainState, build_learning, open_train_state
 from rlgen.setup.trainer_and_engine import TRIED, sampling_of
 from rlgen.trainers.collect import Collected, silent_groups
 from rlgen.trainers.loop import Learning
-from rlgen.types import Position, Samples
+from rlgen.types import Position
 
 Say = Callable[[str], None]
 Record = Mapping[str, Any]

@@ -107,6 +107,7 @@ def build_learning(
         distribution=sampling.distribution,
         budget=recipe.optim.micro_batch_tokens,
         packed=state.policy.packed,
+        attention=state.policy.attention_cost,
     )
     update = build_updater(recipe, state, sampling, processes, watch)
     groups = build_groups(recipe, builder, update) if recipe.rollout.stream else None

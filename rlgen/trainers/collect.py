@@ -15,11 +15,12 @@ from rlgen.recipe.models import RolloutRecipe
 from rlgen.rewards.score import EarlyScoring, Scorer
 from rlgen.rollout.parquet import Rollout
 from rlgen.rollout.sampler import Sampler
+from rlgen.rollout.samples import Ragged, Samples
 from rlgen.rollout.table import RowTable
 from rlgen.run.clock import Clock
 from rlgen.run.signals import StopRequest
 from rlgen.trainers.groups import Stream
-from rlgen.types import Group, Prompt, Ragged, Samples
+from rlgen.types import Group, Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from rlgen.errors import DivergedError
 from rlgen.metrics import Metric
 from rlgen.processes import Processes
 from rlgen.rollout.parquet import Rollout
+from rlgen.rollout.samples import Ragged, Samples
 from rlgen.run.clock import Clock
 from rlgen.run.console import Console, Example
 from rlgen.run.directory import RunDirectory, finite
@@ -20,7 +21,7 @@ from rlgen.run.rollouts import RolloutWriter
 from rlgen.run.sinks.open import Sinks
 from rlgen.trainers.collect import Collected
 from rlgen.trainers.results import SkippedUpdate, StepResult
-from rlgen.types import Position, Ragged, Samples
+from rlgen.types import Position
 
 Reported: TypeAlias = tuple[dict[str, Any], Checkup]
 

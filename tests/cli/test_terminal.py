@@ -24,9 +24,10 @@ from rlgen import __version__ as rlgen_version
 from rlgen.errors import RewardError
 from rlgen.files import read_json
 from rlgen.rollout.parquet import Rollout
+from rlgen.rollout.samples import Ragged, Samples
 from rlgen.run.console import Console, Terminal
 from rlgen.run.rollouts import RolloutWriter
-from rlgen.types import Prompt, Ragged, Samples, ids_of, logp_of
+from rlgen.types import Prompt, ids_of, logp_of
 
 Proof = Callable[[str], None]
 Run = Callable[..., subprocess.CompletedProcess[str]]

@@ -23,6 +23,7 @@ from rlgen.errors import EngineError, Fault, SentinelError
 from rlgen.models.weights import checkpoint_tensors
 from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
+from rlgen.rollout.samples import Samples
 from rlgen.sentinel.probe import Probe
 from rlgen.sentinel.rungs import changed_sync
 from rlgen.sentinel.verdict import Outcome
@@ -30,7 +31,7 @@ from rlgen.sentinel.watch import Watch
 from rlgen.setup.data import open_data
 from rlgen.setup.probe import probe_of
 from rlgen.setup.trainer_and_engine import open_trainer_and_engine
-from rlgen.types import WHOLE, Completion, Sample, Samples, Sampling
+from rlgen.types import WHOLE, Completion, Sample, Sampling
 
 SAMPLING = Sampling(max_tokens=3, temperature=1.0, stop_ids=(259,))
 ASKED = [request([1, 2], 0)]

@@ -18,9 +18,10 @@ from rlgen.models.load import load_model, locate
 from rlgen.models.policy import Policy
 from rlgen.recipe import Recipe
 from rlgen.rollout.batch import Prompts, collate, deal, plan
+from rlgen.rollout.samples import Samples
 from rlgen.setup import TrainOptions, train
 from rlgen.setup.policy import build_policy
-from rlgen.types import WHOLE, MicroBatch, Samples
+from rlgen.types import WHOLE, MicroBatch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -161,17 +162,19 @@ def test_packed_micro_batches_are_filled() -> None:
     assert plan([[1]], lengths, 50, prompts) == [[1]], "a row may exceed the budget"
 
 
-def test_groups_stay_in_one_process_where_the_tokens_allow_it() -> None:
+def test_groups_stay_in_one_process_where_the_balance_allows_it() -> None:
     group, lengths = np.repeat(np.arange(4), 8), [110 + 10 * (row % 8) for row in range(32)]
     prompts = Prompts(group=group, tokens=np.full(32, 100))
-    of_two = deal([[row] for row in range(32)], lengths, 10**6, 2, prompts)
-    assert of_two == [[list(range(16))], [list(range(16, 32))]]
-    hands = deal([[row] for row in range(32)], lengths, 10**6, 3, prompts)
-    own = [sum(lengths[row] - 100 for rows in hand for row in rows) for hand in hands]
-    assert max(own) - min(own) <= 80 and sum(own) == 4 * 360, "no more than a row apart"
-    assert sorted(row for hand in hands for rows in hand for row in rows) == list(range(32))
-    assert [len(set(group[rows].tolist())) for hand in hands for rows in hand] == [2, 2, 2]
-    assert deal([[0]], lengths, 10**6, 2, prompts) == [[[]], [[0]]], "every process runs as many micro-batches"
+    units = [[row] for row in range(32)]
+    of_two = deal(units, lengths, 10**6, 2, prompts)
+    assert [sorted(set(group[rows].tolist())) for hand in of_two for rows in hand] == [[0, 3], [1, 2]]
+    assert sorted(row for hand in of_two for rows in hand for row in rows) == list(range(32))
+    of_three = deal(units, lengths, 10**6, 3, prompts)
+    parts = [[row for rows in hand for row in rows] for hand in of_three]
+    computed = [sum(lengths[row] - 100 for row in rows) + 100 * len(set(group[rows].tolist())) for rows in parts]
+    assert max(computed) - min(computed) <= 100, "no more than a prompt apart"
+    assert sum(len(set(group[rows].tolist())) for hand in of_three for rows in hand) <= 8, "no group in more than two processes"
+    assert sorted(map(len, deal([[0]], lengths, 10**6, 2, prompts))) == [1, 1], "every process runs as many micro-batches"
 
 
 RUN = """\

@@ -8,10 +8,10 @@ import pytest
 from helpers.samples import make_sample
 
 from rlgen.processes import Processes
+from rlgen.rollout.samples import Samples
 from rlgen.rollout.table import RowTable
 from rlgen.run.estimates import Estimate, mean_of_prompts, pass_at_k, student
 from rlgen.run.records import evaluation_metrics
-from rlgen.types import Samples
 
 
 @pytest.mark.parametrize(
