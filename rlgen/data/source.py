@@ -99,7 +99,7 @@ def read_lines(path: Path) -> Iterator[Row]:
             yield parse_row(line, path, number)
 
 
-def read_json(path: Path) -> Iterator[Row]:
+def rows_of_json(path: Path) -> Iterator[Row]:
     """Reads the objects of a JSON array, or of JSON Lines in a file named .json. Raises DataError."""
     if not next((line for line in text_lines(path) if line.strip()), "").lstrip().startswith("["):
         yield from read_lines(path)
@@ -152,7 +152,7 @@ def parse_row(line: str, path: Path, number: int) -> Row:
 
 TEXT_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".jsonl": read_lines,
-    ".json": read_json,
+    ".json": rows_of_json,
     ".csv": read_csv,
 }
 

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from rlgen.errors import RlgenError
-from rlgen.out_of_memory import is_out_of_memory, reason
+from rlgen.out_of_memory import failure_reason, is_out_of_memory
 from rlgen.recipe import Recipe
 
 Phase: TypeAlias = Literal["load", "forward", "backward", "optimizer"]
@@ -26,7 +26,7 @@ def memory_for(what: str, helps: Sequence[str], told: type[RlgenError]) -> Itera
     except Exception as error:  # out-of-memory errors have many classes; others are raised unchanged
         if isinstance(error, RlgenError) or not is_out_of_memory(error):
             raise
-        raise told(reason(error, what, helps)) from error
+        raise told(failure_reason(error, what, helps)) from error
 
 
 def memory_advice(recipe: Recipe, phase: Phase) -> list[str]:

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from rlgen.engines.base import EngineInfo
-from rlgen.files import append_text, flush, unwritable, written
+from rlgen.files import append_text, flush_to_disk, unwritable, written
 from rlgen.processes import Processes
 from rlgen.rollout.frames import (
     Answer,
@@ -299,7 +299,7 @@ class Journal:
         for path in (self.path(step), self.start_path(step)):
             with written(path):
                 for place in (path, self.folder) if path.exists() else ():
-                    flush(place)
+                    flush_to_disk(place)
 
     def close(self) -> None:
         """Stops recording: later calls of `append` write nothing."""

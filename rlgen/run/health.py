@@ -162,7 +162,7 @@ def rules_of(recipe: Recipe) -> tuple[Rule, ...]:
         Rule(
             name=name,
             sign=SIGNS[name],
-            value=value_of(name, recipe),
+            value=measured_value(name, recipe),
             threshold=setting.threshold,
             steps=setting.steps,
             action=setting.action or recipe.health.action,
@@ -172,7 +172,7 @@ def rules_of(recipe: Recipe) -> tuple[Rule, ...]:
     )
 
 
-def value_of(name: str, recipe: Recipe) -> Measured:
+def measured_value(name: str, recipe: Recipe) -> Measured:
     """Returns how the value of a rule follows from the metrics of a step. That of a share is at most 1."""
     value = SIGNS[name].value
     if callable(value):

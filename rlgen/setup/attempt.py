@@ -35,7 +35,7 @@ from rlgen.worker_pool.process import Printer
 if TYPE_CHECKING:
     from rlgen.processes import Processes
     from rlgen.run.checkpoint import Checkpoints
-    from rlgen.run.checkpoint_folder import Choice
+    from rlgen.run.checkpoint_folder import ChosenCheckpoint
     from rlgen.setup.trainer import RunContext
 
 Say = Callable[[str], None]
@@ -224,8 +224,8 @@ def run(recipe: Recipe, directory: RunDirectory, options: TrainOptions, launched
 class Hidden(ExitStack):
     """Sends what this process writes to descriptors 1 and 2 to a file: warnings and progress bars, from Python and from C.
 
-    A stream that `rlgen.run.console.apart` returned before still leads to the screen. Descriptors are as before when the block
-    ends.
+    A stream that `rlgen.run.console.own_stream` returned before still leads to the screen. Descriptors are as before when the
+    block ends.
     """
 
     def to(self, path: Path) -> None:
@@ -328,7 +328,7 @@ def learn(attempt: "RunContext", done: int, stop: StopRequest) -> None:
                 trainer.close()
 
 
-def cut(directory: RunDirectory, checkpoints: "Checkpoints", choice: "Choice") -> None:
+def cut(directory: RunDirectory, checkpoints: "Checkpoints", choice: "ChosenCheckpoint") -> None:
     for later in choice.later:  # first: if the process is killed here, the next attempt chooses the same step
         checkpoints.folder.set_aside(later)
     with written(directory.path):

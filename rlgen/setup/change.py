@@ -18,7 +18,7 @@ from rlgen.errors import UsageError
 from rlgen.metrics import Metric
 from rlgen.recipe import Recipe, load_recipe
 from rlgen.rollout.score import score_own
-from rlgen.run.directory import finite
+from rlgen.run.directory import without_nonfinite
 from rlgen.run.state import optimizer_tensors, place_optimizer
 from rlgen.setup.reopen import flat
 from rlgen.setup.train_state import TrainState, open_optimizer
@@ -123,13 +123,13 @@ def compare(own: Learning, other: Learning, got: Collected, step: int) -> tuple[
     with gradients(other.update.optimizer) as of_other:
         after = other(got, step)
     change = change_of(before, after, of_own, of_other, (ratio, ratio_after(other, after.train_batch)))
-    return finite(before.metrics), change
+    return without_nonfinite(before.metrics), change
 
 
 def change_of(
     before: StepResult, after: StepResult, one: list[Gradient], other: list[Gradient], ratio: tuple[Tensor, Tensor]
 ) -> Change:
-    was, now = finite(before.metrics), finite(after.metrics)
+    was, now = without_nonfinite(before.metrics), without_nonfinite(after.metrics)
     pairs = {key: (was.get(key), now.get(key)) for key in {**was, **now}}
     advantage, changed = (torch.where(side.advantages.trained, side.advantages.advantages, 0.0) for side in (before, after))
     norm, changed_norm = pairs[Metric.GRAD_NORM]

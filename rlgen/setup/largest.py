@@ -10,7 +10,7 @@ import torch
 from rlgen.algorithms.base import Advantages
 from rlgen.errors import SetupError
 from rlgen.models.memory_errors import memory_for
-from rlgen.out_of_memory import peak
+from rlgen.out_of_memory import peak_memory
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
 from rlgen.rollout.samples import Samples
@@ -44,7 +44,7 @@ def try_largest(recipe: Recipe, update: Updater, processes: Processes) -> str:
 
         processes.run_all(attempt, has_collectives=update.sharded)
         tried.append(size)
-    return f"the largest micro-batches fit: {', '.join(tried)}; {peak()}"
+    return f"the largest micro-batches fit: {', '.join(tried)}; {peak_memory()}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ from rlgen.recipe.sizes import FOLLOWING, is_written
 from rlgen.rollout.recorded import from_journal, from_rollouts, is_recorded, processes_of
 from rlgen.rollout.samples import Samples
 from rlgen.rollout.table import RowTable
-from rlgen.run.checkpoint_folder import CheckpointFolder, Choice
-from rlgen.run.directory import finite
+from rlgen.run.checkpoint_folder import CheckpointFolder, ChosenCheckpoint
+from rlgen.run.directory import without_nonfinite
 from rlgen.run.manifest import check_files
 from rlgen.run.provenance import provenance
 from rlgen.setup.change import Change, changed_state, compare
@@ -106,13 +106,13 @@ def replay(past: Past, step: int, changed: Recipe | None, say: Say, processes: P
         say(f"training {ranges(range(at.step + 1, step))} again, on what the run has recorded")
     for before in range(at.step + 1, step):
         got = recorder.collected(before, at, own)
-        metrics = finite(own(got, before).metrics)
+        metrics = without_nonfinite(own(got, before).metrics)
         state.schedule.step()
         first_off = first_off or (before if differences(past.steps.get(before, {}), metrics) else None)
         at = Position(before, at.prompts + got.prompts)
     got, change = recorder.collected(step, at, own), None
     if changed is None:
-        metrics = finite(own(got, step).metrics)
+        metrics = without_nonfinite(own(got, step).metrics)
     else:
         other = learning_of(changed, changed_state(changed, state, step), processes)
         metrics, change = compare(own, other, got, step)
@@ -132,12 +132,12 @@ def learning_of(recipe: Recipe, state: TrainState, processes: Processes) -> Lear
     return build_learning(recipe, state, sampling_of(recipe, (), None), processes, weights, None)
 
 
-def start_of(past: Past, step: int) -> Choice:
+def start_of(past: Past, step: int) -> ChosenCheckpoint:
     """Returns the newest good checkpoint before `step`; `path` is None for the weights that the run began with."""
     if step not in past.steps:
         raise UsageError(f"--step {step}: {past.path} has no such step in metrics.jsonl, which has {ranges(past.steps)}")
     notices: list[str] = []
-    chosen = Choice(0, None, (), ())
+    chosen = ChosenCheckpoint(0, None, (), ())
     for number, path in reversed(CheckpointFolder(past.path / "checkpoints").steps().items()):
         if number >= step:
             continue
@@ -146,7 +146,7 @@ def start_of(past: Past, step: int) -> Choice:
         except DamagedCheckpoint as error:
             notices.append(f"DAMAGED CHECKPOINT: {error}; an earlier one is used")
             continue
-        chosen = Choice(number, path, (), ())
+        chosen = ChosenCheckpoint(number, path, (), ())
         break
     if missing := [one for one in range(chosen.step + 1, step + 1) if not is_recorded(past.path, one)]:
         where = f"the checkpoint of step {chosen.step}" if chosen.step else "the start of the run"
@@ -169,7 +169,7 @@ def replayable(past: Past) -> list[int]:
 def open_at(
     past: Past,
     changed: Recipe | None,
-    start: Choice,
+    start: ChosenCheckpoint,
     prompts: Sequence[NDArray[np.int32]],
     processes: Processes,
     say: Say,

@@ -17,7 +17,7 @@ from rlgen.rollout.parquet import Rollout
 from rlgen.rollout.sampler import Sampler
 from rlgen.rollout.samples import Ragged, Samples
 from rlgen.rollout.table import RowTable
-from rlgen.run.clock import Clock
+from rlgen.run.clock import PhaseClock
 from rlgen.run.signals import StopRequest
 from rlgen.trainers.groups import Stream
 from rlgen.types import Group, Prompt
@@ -58,7 +58,7 @@ class Collector:
     algorithm: Algorithm
     stream: Stream | None = None  # trains on groups while others are sampled; None: training begins when all are there
 
-    def __call__(self, step: int, position: int, clock: Clock, stop: StopRequest) -> Collected:
+    def __call__(self, step: int, position: int, clock: PhaseClock, stop: StopRequest) -> Collected:
         """Samples and scores the prompts of a step, from `position` on.
 
         With `rollout.dynamic_sampling`, further prompts replace groups without signal. All processes see all rewards, so they
@@ -74,7 +74,7 @@ class Collector:
                 self.stream.groups.drop()
             raise
 
-    def collected(self, step: int, position: int, clock: Clock, stop: StopRequest) -> Collected:
+    def collected(self, step: int, position: int, clock: PhaseClock, stop: StopRequest) -> Collected:
         tables: list[RowTable] = []
         held: list[Samples] = []
         taken = too_old = 0

@@ -9,7 +9,7 @@ from rlgen.errors import EngineError, SentinelError
 from rlgen.models.weights import bits
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
-from rlgen.run.clock import Clock
+from rlgen.run.clock import PhaseClock
 from rlgen.run.signals import StopNow, StopRequest
 from rlgen.run.state import random_tensors, set_random
 from rlgen.sentinel.sync import send_weights
@@ -69,7 +69,7 @@ class Trainer:
             RlgenError: a part of the step failed; raised in all processes. The last checkpoint is intact.
         """
         self.evaluate_first(start, stop)
-        at, clock, saving = start, Clock(), 0.0
+        at, clock, saving = start, PhaseClock(), 0.0
         for step in range(start.step + 1, self.recipe.run.steps + 1):
             stop.step = step
             self.save.finish(wait=False)
@@ -89,7 +89,7 @@ class Trainer:
             measured = {**learned.metrics, **probed, **evaluated}
             record, checkup = self.report.metrics(step, got, measured, self.collect.sampler.engine.weight_version, clock)
             # Saves after the metrics, so that a step with a checkpoint has metrics. The time of the save counts to the next step.
-            seconds, update, clock = clock.seconds - saving, clock.seconds - collected, Clock()
+            seconds, update, clock = clock.seconds - saving, clock.seconds - collected, PhaseClock()
             self.save.after_step(at, checkup, refused, clock)
             self.callbacks.measured("on_step", step, record, stop)
             saving = clock.seconds
@@ -118,7 +118,7 @@ class Trainer:
             set_random(draws)
             raise self.save.stopped(at, stop.why) from None
 
-    def sync(self, step: int, clock: Clock) -> tuple[EngineError | None, dict[str, Any]]:
+    def sync(self, step: int, clock: PhaseClock) -> tuple[EngineError | None, dict[str, Any]]:
         """Sends the weights of `step` to the engine. Returns the engine's error or None, and the metrics measured after the sync.
 
         An engine that does not confirm the weights, or has others, ends the run, but the trained step is kept. So its error is
@@ -146,7 +146,7 @@ class Trainer:
         directory, processes = self.report.directory, self.processes
         if start.step or self.evaluate is None or processes.on_main(lambda: bool(directory.read_metrics())):
             return
-        clock = Clock()
+        clock = PhaseClock()
         try:
             stop.check(processes)
             with stop.at_once(processes):
@@ -156,7 +156,7 @@ class Trainer:
         if evaluated:
             self.report.first_evaluation(evaluated, clock)
 
-    def evaluated(self, step: int, clock: Clock) -> dict[str, Any]:
+    def evaluated(self, step: int, clock: PhaseClock) -> dict[str, Any]:
         """Evaluates the weights of `step`, which the engine has, and returns the metrics; {} if no evaluation is due."""
         if self.evaluate is None or not self.evaluate.due(step):
             return {}

@@ -14,7 +14,7 @@ from rlgen.processes import Processes
 from rlgen.recipe import Recipe
 from rlgen.rollout.sampler import Sampler
 from rlgen.run.checkpoint import Checkpoints
-from rlgen.run.clock import Clock
+from rlgen.run.clock import PhaseClock
 from rlgen.run.health import Checkup
 from rlgen.trainers.evaluate import Evaluator
 from rlgen.trainers.report import Reporter
@@ -36,7 +36,7 @@ class Saver:
     report: Reporter
     evaluate: Evaluator | None
 
-    def after_step(self, at: Position, checkup: Checkup, refused: EngineError | None, clock: Clock) -> None:
+    def after_step(self, at: Position, checkup: Checkup, refused: EngineError | None, clock: PhaseClock) -> None:
         """Saves the position after a step if that is due: by the recipe, on request, as the best one, or because the run ends.
 
         Raises:

@@ -27,7 +27,7 @@ from rlgen.models.tiny import ARCHITECTURES, build_tiny
 from rlgen.models.weights import base_digest, own_tensors
 from rlgen.processes import Processes
 from rlgen.recipe.models import LoraRecipe
-from rlgen.run.state import Room, load_weights
+from rlgen.run.state import Room, load_model_weights
 from rlgen.setup.policy import build_policy, build_shards
 
 MIB = 1 << 20
@@ -106,7 +106,7 @@ def test_a_checkpoint_is_restored_by_rows(name: str, tmp_path: Path, as_last_of:
     full = dict(saved.named_parameters())
     folder, mesh = str(build_tiny(name)), mesh_of(as_last_of(2), None)
     model = build_shards(sharded(folder), folder, mesh, True, print).model
-    load_weights(tmp_path, model)
+    load_model_weights(tmp_path, model)
     for key, shard in model.named_parameters():
         assert torch.equal(part(shard), rows_of_last(full[key], 2)), key
 

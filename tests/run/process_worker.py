@@ -8,19 +8,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from helpers.in_processes import train_in
 from helpers.samples import TEXTS
 
 from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.open import build_engine
 from rlgen.processes import Processes
-from rlgen.recipe import Recipe, dump_recipe, load_recipe
-from rlgen.run.console import Console
-from rlgen.run.directory import RunDirectory
-from rlgen.run.signals import StopRequest
+from rlgen.recipe import Recipe, load_recipe
 from rlgen.sentinel.sync import send_weights
 from rlgen.setup import trainer_and_engine
 from rlgen.setup.policy import build_policy
-from rlgen.setup.trainer import RunContext, open_trainer
 
 # A reference in the reward, in the loss, and one of preferences.
 TRAINERS = {
@@ -54,16 +51,7 @@ def main(recipe: Path, folder: Path, size: str, trainers: Sequence[str]) -> None
     for name in trainers:
         loaded = load_recipe(recipe, [f"trainer={TRAINERS[name]}", f"engine.tensor_parallel_size={size}", "run.steps=1"])
         kept.recipe = loaded.recipe
-        path = folder / name
-        if processes.is_main:
-            RunDirectory.create(path, loaded.text, dump_recipe(loaded.recipe)).close()
-        processes.gather([None])
-        directory = RunDirectory.join(path)
-        console = Console(1, quiet=not processes.is_main)
-        attempt = RunContext(recipe=loaded.recipe, directory=directory, console=console, processes=processes)
-        built, done = open_trainer(attempt)
-        built.run(done, StopRequest(launched=True))
-        built.close()
+        train_in(folder / name, loaded, processes)
     kept.close()
 
 
