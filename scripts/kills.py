@@ -27,7 +27,7 @@ from pathlib import Path
 
 import psutil
 
-from rlgen.rollout.frames import Answer, read_frames
+from rlgen.rollout.frames import AnswerRecord, read_frames
 from rlgen.rollout.recorded import from_rollouts
 from rlgen.run.compare import Difference, checkpoint_differences, first_difference, metric_differences, rollout_differences
 
@@ -248,7 +248,7 @@ def lost(killed: Path, run: Path) -> Iterator[Difference | str]:
             return
         has = {(sample.group_id, sample.sample_index): sample for sample in samples}
         for one in read_frames(path).records:
-            if isinstance(one, Answer):
+            if isinstance(one, AnswerRecord):
                 now = has[one.group_id, one.sample_index]
                 theirs = (now.completion_ids.tobytes(), now.sampler_logp.tobytes(), [*map(tuple, now.spans)], now.messages)
                 if theirs != (one.token_ids, one.logp, [*map(tuple, one.spans)], one.messages):

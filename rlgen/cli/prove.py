@@ -18,7 +18,7 @@ from rlgen.cli.output import echo
 from rlgen.cli.serve import stoppable
 from rlgen.errors import CheckpointError, UsageError
 from rlgen.recipe import LoadedRecipe, load_recipe
-from rlgen.rollout.frames import Answer, read_frames
+from rlgen.rollout.frames import AnswerRecord, read_frames
 
 STEPS = 4
 POLL = 0.002  # seconds between two reads of the journal
@@ -139,4 +139,4 @@ def kill(recipe: Path, settings: Sequence[str], steps: int, every: int, folder: 
 
 
 def answers(journal: Path) -> int:
-    return sum(isinstance(record, Answer) for record in read_frames(journal).records)
+    return sum(isinstance(record, AnswerRecord) for record in read_frames(journal).records)

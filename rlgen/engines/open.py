@@ -5,6 +5,7 @@ import os
 import subprocess
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import assert_never
 
@@ -27,8 +28,7 @@ from rlgen.models.load import load_config, load_model, load_tokenizer
 from rlgen.models.vision import Vision, reads_images
 from rlgen.out_of_memory import GIB
 from rlgen.processes import Processes, cores
-from rlgen.recipe.engines import ColocatedEngineRecipe, ServerEngineRecipe, TransformersEngineRecipe
-from rlgen.recipe.models import EngineNeeds
+from rlgen.recipe.engines import ColocatedEngineRecipe, EngineNeeds, ServerEngineRecipe, TransformersEngineRecipe
 from rlgen.recipe.rules import servers
 
 MIB = 1 << 20
@@ -52,10 +52,9 @@ def build_engine(needs: EngineNeeds, location: str, processes: Processes, logs: 
             processes.run_all(lambda: require_free(processes.device, share, settings.kv_cache_gib))
         return ColocatedEngine(EnginePlan.of(needs, location), wait=processes.timeout if processes.world > 1 else None)
     if isinstance(settings, ServerEngineRecipe):
-        calls = 1 + needs.rollout.async_steps
-        if processes.world > 1:
-            return ServerEngine(SharedServerPool(processes, lambda: open_servers(needs, settings, location, logs, say)), calls)
-        return ServerEngine(open_servers(needs, settings, location, logs, say), calls)
+        opened = partial(open_servers, needs, settings, location, logs, say)
+        pool = SharedServerPool(processes, opened) if processes.world > 1 else opened()
+        return ServerEngine(pool, 1 + needs.rollout.async_steps)
     if not isinstance(settings, TransformersEngineRecipe):
         assert_never(settings)  # mypy: an engine of the recipe that nothing opens
     dtype = getattr(torch, settings.dtype or model.dtype)

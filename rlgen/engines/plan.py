@@ -14,8 +14,7 @@ from rlgen.errors import UsageError
 from rlgen.models.load import load_config
 from rlgen.models.memory import cache_elements, keeps_states
 from rlgen.out_of_memory import GIB
-from rlgen.recipe.engines import ColocatedEngineRecipe, VllmRecipe
-from rlgen.recipe.models import EngineNeeds
+from rlgen.recipe.engines import ColocatedEngineRecipe, EngineNeeds, VllmRecipe
 
 CPU_KV_LIMIT = 4 * GIB  # largest KV cache on the CPU if the recipe does not set its size
 CPU_STATES = GIB  # least KV cache on the CPU for a model with states, whose size only vLLM knows

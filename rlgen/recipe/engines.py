@@ -1,10 +1,14 @@
 """Models of the section `engine`, by its kind."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr
 
 from rlgen.recipe.fields import Count, Dtype, Strict, Text
+
+if TYPE_CHECKING:
+    from rlgen.recipe.models import ModelRecipe, RolloutRecipe
 
 
 class AnyEngineRecipe(Strict):
@@ -36,11 +40,6 @@ class AnyEngineRecipe(Strict):
     @property
     def sleeps(self) -> bool:
         """Returns whether the engine's memory is free while the trainer works."""
-        return False
-
-    @property
-    def may_sleep(self) -> bool:
-        """Returns whether the engine has a setting `sleep` that is off."""
         return False
 
 
@@ -95,12 +94,8 @@ class ColocatedEngineRecipe(VllmRecipe):
     def sleeps(self) -> bool:
         return self.sleep
 
-    @property
-    def may_sleep(self) -> bool:
-        return not self.sleep
 
-
-def joined(value: Any) -> Any:
+def joined_devices(value: Any) -> Any:
     """Joins a list of GPU numbers or names: [4, 5] -> "4,5". Returns anything else unchanged."""
     listed = isinstance(value, list) and value and all(type(name) in (int, str) for name in value)
     return ",".join(map(str, value)) if listed else value
@@ -109,7 +104,7 @@ def joined(value: Any) -> Any:
 Devices = Annotated[
     StrictStr,
     Field(pattern=r"^[A-Za-z0-9-]+(,[A-Za-z0-9-]+)*$"),
-    BeforeValidator(joined, json_schema_input_type=StrictStr | list[StrictInt | StrictStr]),
+    BeforeValidator(joined_devices, json_schema_input_type=StrictStr | list[StrictInt | StrictStr]),
 ]
 
 
@@ -205,3 +200,16 @@ class TransformersEngineRecipe(AnyEngineRecipe):
 
 
 EngineRecipe = Annotated[ColocatedEngineRecipe | ServerEngineRecipe | TransformersEngineRecipe, Field(discriminator="kind")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineNeeds:
+    """What an engine is opened with: its own settings, and what it needs of the other sections."""
+
+    engine: EngineRecipe
+    model: "ModelRecipe"
+    rollout: "RolloutRecipe"
+    samples: int  # asked for at the same time, of all steps that are under way
+    row_tokens: int  # longest prompt and completion together
+    images: bool  # whether prompts have images
+    in_flight: bool  # whether weights change under requests that are being answered

@@ -3,14 +3,13 @@
 It does not import torch, so that `rlgen --help` and `rlgen validate` answer at once.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, StrictBool, StrictInt, StrictStr
 
 from rlgen.recipe.data import ColumnsRecipe, DataRecipe
-from rlgen.recipe.engines import ColocatedEngineRecipe, EngineRecipe, ServerEngineRecipe, VllmRecipe
+from rlgen.recipe.engines import ColocatedEngineRecipe, EngineNeeds, EngineRecipe, ServerEngineRecipe, VllmRecipe
 from rlgen.recipe.fields import Count, Dtype, Moment, Number, Strict, Text
 from rlgen.recipe.health import HealthRecipe
 from rlgen.recipe.sinks import SinkRecipe
@@ -324,19 +323,6 @@ class ClusterRecipe(Strict):
     """Cores that Ray reserves for each trainer and each server."""
     restarts: Annotated[StrictInt, Field(ge=0, le=1000)] = 3
     """How often the run starts again from its newest checkpoint after a node or a process was lost."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineNeeds:
-    """What an engine is opened with: its own settings, and what it needs of the other sections."""
-
-    engine: EngineRecipe
-    model: ModelRecipe
-    rollout: RolloutRecipe
-    samples: int  # asked for at the same time, of all steps that are under way
-    row_tokens: int  # longest prompt and completion together
-    images: bool  # whether prompts have images
-    in_flight: bool  # whether weights change under requests that are being answered
 
 
 class Recipe(Strict):

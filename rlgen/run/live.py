@@ -214,9 +214,9 @@ def cropped(text: Text, width: int) -> Text:
 class LiveConsole(Console):
     """Draws the view of a run on a terminal, and prints messages above it."""
 
-    def __init__(self, recipe: Recipe, file: TextIO | None) -> None:
-        super().__init__(recipe.run.steps, False, file, in_notebook())
-        self.view = View(recipe)
+    def __init__(self, view: View, file: TextIO | None) -> None:
+        super().__init__(view.steps, False, file, in_notebook())
+        self.view = view
         self._began, self._ended = time.monotonic(), 0.0  # this attempt, and its last step
         self._live = Live(
             self,
@@ -272,4 +272,4 @@ def open_console(progress: Progress, recipe: Recipe, quiet: bool) -> Console:
         return JsonConsole(steps, quiet, screen, own_stream(sys.stderr))
     if quiet or progress == "plain" or not takes_live_view(screen):
         return Console(steps, quiet, screen)
-    return LiveConsole(recipe, screen)
+    return LiveConsole(View(recipe), screen)

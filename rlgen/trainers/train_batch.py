@@ -82,18 +82,9 @@ class TrainBatch:
         pairs = pairs_of(trained, advantages.pair_id.numpy())
         units = pairs or [[row] for row in trained.tolist()]
         has_gradient = np.ones(len(table), dtype=bool) if learns_without_advantage else (advantages.advantages != 0).numpy()
-        learns = [bool(has_gradient[unit].any()) for unit in units]
-        hands, idle = (
-            deal(
-                [unit for unit, one in zip(units, learns, strict=True) if one == kind],
-                lengths,
-                budget,
-                processes.world,
-                prompts,
-                attention,
-            )
-            for kind in (True, False)
-        )
+        how = lengths, budget, processes.world, prompts, attention
+        hands = deal([unit for unit in units if has_gradient[unit].any()], *how)
+        idle = deal([unit for unit in units if not has_gradient[unit].any()], *how)
         trainer = np.full(len(table), -1)
         for rank in range(processes.world):
             trainer[[row for rows in (*hands[rank], *idle[rank]) for row in rows]] = rank
@@ -212,7 +203,7 @@ class TrainBatchBuilder:
         advantages = self.algorithm.advantages(table.scores(self.weights, kl))
         alone = self.algorithm.learns_without_advantage
         train_batch = TrainBatch.of(
-            table, held, advantages, epoch, self.budget, self.processes, alone, self.packed, self.attention
+            table, held, advantages, epoch, self.budget, self.processes, alone, self.packed, attention=self.attention
         )
         if kl is None:
             return train_batch, advantages, {}

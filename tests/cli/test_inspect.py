@@ -12,7 +12,7 @@ from rlgen.cli.app import app
 from rlgen.cli.inspect import copy_command, schema_command, show_command
 from rlgen.errors import UsageError
 from rlgen.recipe import load_recipe
-from rlgen.recipe.schema import recipe_schema
+from rlgen.recipe.keys import recipe_schema
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 

@@ -225,7 +225,7 @@ SHOW = """
 import sys
 from pathlib import Path
 from rlgen.recipe import load_recipe
-from rlgen.run.console import Example, apart
+from rlgen.run.console import Example
 from rlgen.run.live import open_console
 from rlgen.run.directory import read_records
 

@@ -20,7 +20,7 @@ from rlgen.models.policy import Policy
 from rlgen.models.vision import of_vision
 from rlgen.processes import Processes
 from rlgen.rollout.answers import check_answers
-from rlgen.rollout.sample import groups_of
+from rlgen.rollout.sample import build_groups
 from rlgen.sentinel.sync import send_weights
 from rlgen.types import Completion, Prompt, Request, Sample, Sampling
 
@@ -63,7 +63,7 @@ def samples(asked_for: Sequence[Request], answers: Sequence[Completion], engine:
         Prompt(position=place, row=place, text="", prompt_ids=one.prompt_ids, columns={}, images=one.images)
         for place, one in enumerate(asked_for)
     ]
-    groups = groups_of(prompts, asked_for, answers, SAMPLING, Decoder())  # type: ignore[arg-type]
+    groups = build_groups(prompts, asked_for, answers, SAMPLING, Decoder())  # type: ignore[arg-type]
     return [sample for group in groups for sample in group.samples]
 
 

@@ -23,8 +23,7 @@ from rlgen.engines.open import server_plans
 from rlgen.engines.plan import UNDECIDING, EnginePlan
 from rlgen.engines.server import SamplingCall, ServerEngine
 from rlgen.errors import EngineError, UsageError
-from rlgen.recipe.engines import RESERVED_ENGINE_ARGUMENTS, VllmRecipe
-from rlgen.recipe.models import EngineNeeds
+from rlgen.recipe.engines import RESERVED_ENGINE_ARGUMENTS, EngineNeeds, VllmRecipe
 from rlgen.types import Sampling
 
 # Another value of every field of a plan.

@@ -22,7 +22,7 @@ from rlgen.errors import EngineError, SetupError
 from rlgen.models.load import locate
 from rlgen.models.weights import checkpoint_tensors
 from rlgen.processes import Processes
-from rlgen.recipe.models import EngineNeeds
+from rlgen.recipe.engines import EngineNeeds
 from rlgen.types import Sampling
 
 pytestmark = pytest.mark.vllm

@@ -228,9 +228,9 @@ def sleepy(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Probe, l
     monkeypatch.setattr(TransformersEngine, "sleep", sleep)
     monkeypatch.setattr(TransformersEngine, "sync", waking_sync)
     recipe = load_recipe(recipe_file, ["engine={kind: transformers}"]).recipe
-    both = open_trainer_and_engine(recipe, open_data(recipe), None, Processes.alone(), recipe_file.parent, print)
+    both = open_trainer_and_engine(open_data(recipe), None, Processes.alone(), recipe_file.parent, print)
     calls.clear()  # of the engine's own trial when it opens
-    return probe_of(recipe, both), calls
+    return probe_of(both), calls
 
 
 def test_the_ladder_sleeps_before_it_sends(sleepy: tuple[Probe, list[str]]) -> None:

@@ -18,6 +18,7 @@ from rlgen.recipe import Recipe, load_recipe
 from rlgen.sentinel.sync import send_weights
 from rlgen.setup import trainer_and_engine
 from rlgen.setup.policy import build_policy
+from rlgen.setup.settings import TrainSettings
 
 # A reference in the reward, in the loss, and one of preferences.
 TRAINERS = {
@@ -39,7 +40,7 @@ class Kept:
             self.engine = build_engine(needs, location, processes, logs, say)
             self.close, self.engine.close = self.engine.close, lambda: None  # type: ignore[method-assign]
         else:
-            policy = build_policy(self.recipe, location, TEXTS, processes.device)
+            policy = build_policy(TrainSettings.of(self.recipe), location, TEXTS, processes.device)
             send_weights(self.engine, policy.model, 0, Processes.alone())
         return self.engine
 

@@ -27,6 +27,7 @@ from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
 from rlgen.setup.policy import open_policies
 from rlgen.setup.replay import Past, replay
+from rlgen.setup.settings import TrainSettings
 
 
 def doctor(recipe: Path, logs: Path, overrides: list[str], processes: Processes) -> Any:
@@ -52,7 +53,7 @@ def refused(recipe: Path, overrides: list[str], processes: Processes) -> Any:
     if processes.rank == processes.world - 1:
         policy.make_packed = refusing
     algorithm = build_algorithm(loaded.trainer)
-    opened = open_policies(loaded, locate(loaded.model.path), algorithm, None, processes, None, TEXTS, print)
+    opened = open_policies(TrainSettings.of(loaded), locate(loaded.model.path), algorithm, None, processes, None, TEXTS, print)
     policy.make_packed = pack
     assert opened.reference is None or isinstance(opened.reference, policy.Policy)
     both = [one for one in (opened.policy, opened.reference) if one is not None]

@@ -175,7 +175,7 @@ def test_a_checkpoint_of_another_run_is_refused_before_the_engine_opens(
         (['model.path="tiny:llama"'], "another model: architecture was Qwen3ForCausalLM and is LlamaForCausalLM"),
     ]:
         place = folder / words[:13].replace(" ", "_")
-        RunDirectory.create(place, "", "").close()
+        RunDirectory.create(place, "", (folder / "run" / "resolved.yaml").read_text()).close()
         shutil.copytree(folder / "run" / "checkpoints" / "step_000002", place / "checkpoints" / "step_000002")
         monkeypatch.setattr("rlgen.setup.reopen.changes", lambda *values: [])
         with pytest.raises(CheckpointError) as caught:
@@ -357,12 +357,13 @@ def test_clean_starts_anew_and_a_finished_run_is_complete(
         return {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
 
     before_refusals = times()
-    for settings, how, words in [
+    refused: list[tuple[list[str], dict[str, Any], str]] = [
         ([], {}, "already holds a run; go on with --resume"),
         ([], {"resume": True, "clean": True}, "leave one of them out"),
         (["run.seed=1"], {"resume": True}, "run.seed: 0 -> 1"),
         ([], {"resume": True, "place": "nothing"}, "holds no run to resume"),
-    ]:
+    ]
+    for settings, how, words in refused:
         with pytest.raises(UsageError, match=words) as caught:
             train(folder, *settings, **how)
         assert caught.value.exit_code == 2

@@ -18,7 +18,7 @@ from rlgen.cli import prove
 from rlgen.cli.app import app
 from rlgen.cli.train import train_command
 from rlgen.errors import CheckpointError, UsageError
-from rlgen.rollout.frames import Answer, frame
+from rlgen.rollout.frames import AnswerRecord, frame
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Proof = Callable[[str], None]
@@ -116,7 +116,7 @@ def test_prove_resume_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_the_run_to_be_killed_has_its_checkpoint_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Sampled ahead, answers of the step are there earlier."""
-    answer = Answer(0, 0, "asked", "engine", {0: "w0"}, bytes(4), bytes(4), "stop", [(0, 1, 0)], 0)
+    answer = AnswerRecord(0, 0, "asked", "engine", {0: "w0"}, bytes(4), bytes(4), "stop", [(0, 1, 0)], 0)
     code = f"""
 import os, time
 os.makedirs("killed/journal")
