@@ -11,15 +11,18 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy
 from aiohttp import web
 
-from rlgen.engines import client
-from rlgen.engines.answer import ARRAYS, JSON_ROUTE, ROUTE, Labelled, packed, read_answer
+from rlgen.engines.answer import ARRAYS, JSON_ROUTE, ROUTE, Labelled, as_arrays, read_answer
+from rlgen.engines.fleet import SentWeights
 from rlgen.engines.http import Server, connections
+from rlgen.engines.server import ServerEngine
+from rlgen.errors import ServerLost
 from rlgen.types import Request, Sampling, ids_of
 
 URL = "http://127.0.0.1:1"
@@ -33,7 +36,7 @@ def synthetic(tokens: int, arrays: bool, prompt_tokens: int = 512) -> bytes:
     logp = [float(numpy.float32(-draw.expovariate(2.0))) for _ in range(tokens)]
     prompt = [draw.randrange(151_936) for _ in range(prompt_tokens)]
     if arrays:
-        return packed(prompt, ids, logp, "stop", [Labelled(LABEL, 0, tokens)], 0)
+        return as_arrays(prompt, ids, logp, "stop", [Labelled(LABEL, 0, tokens)], 0)
     ranks = [{"token_id": one, "logprob": value, "rank": 1} for one, value in zip(ids, logp, strict=True)]
     choice = {
         **{"index": 0, "finish_reason": "stop", "stop_reason": 2, "token_ids": ids, "routed_experts": None},
@@ -89,21 +92,28 @@ def calls(count: int) -> float:
 @contextmanager
 def asked(count: int) -> Iterator[Callable[[], None]]:
     """Inside the block, what it yields sends `count` requests at once to a stub and reads the answers."""
-    requests = {place: Request(prompt_ids=ids_of(range(3, 67)), seed=place) for place in range(count)}
+    requests = [Request(prompt_ids=ids_of(range(3, 67)), seed=place) for place in range(count)]
     sampling = Sampling(max_tokens=16, temperature=1.0, stop_ids=(2,))
     with stub(count) as url:
         server = Server(url, "token", 60.0)
         server.look()
+        engine = engine_on([server])
 
         def sample() -> None:
-            came: list[int] = []
-            hand_over = client.sample(
-                [server], requests, sampling, lambda: "salt", lambda *_: 3, lambda place, _: came.append(place), connections()
-            )
-            asyncio.run(hand_over)
-            assert len(set(came)) == count
+            assert len(engine.generate(requests, sampling)) == count
 
         yield sample
+
+
+def engine_on(servers: Sequence[Server], run: str = "run", version: int = 3) -> ServerEngine:
+    """Return an engine on servers that nobody manages: they have these weights, and one that is lost stays so."""
+
+    def recover(lost: ServerLost, before: object) -> None:
+        raise lost
+
+    held = SentWeights(run=run, version=version, syncs=1)
+    keeper = SimpleNamespace(servers=servers, held=held, in_flight=False, merges=False, brought_back={}, recover=recover)
+    return ServerEngine(keeper)  # type: ignore[arg-type]
 
 
 @contextmanager

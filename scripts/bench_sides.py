@@ -20,7 +20,7 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -148,22 +148,22 @@ def told_lengths(workload: Workload) -> Iterator[None]:
 @contextmanager
 def told_lengths_to_server(workload: Workload) -> Iterator[None]:
     """Does the same for the requests that rlgen sends to a server."""
-    from rlgen.engines import client
+    from rlgen.engines import server
 
-    sample, body = client.sample, client.sampling_body
+    generate, body = server.ServerEngine.generate, server.sampling_arguments
     whole = False
 
-    async def told(servers: Any, requests: "Mapping[int, Request]", sampling: "Sampling", *others: Any) -> None:
+    def told(engine: Any, requests: "Sequence[Request]", sampling: "Sampling", *others: Any) -> Any:
         nonlocal whole
         whole = len(requests) == len(workload.lengths) and sampling.max_tokens == workload.longest
         if whole:
-            requests = {place: replace(request, max_tokens=workload.lengths[place]) for place, request in requests.items()}
-        await sample(servers, requests, sampling, *others)
+            requests = [replace(one, max_tokens=length) for one, length in zip(requests, workload.lengths, strict=True)]
+        return generate(engine, requests, sampling, *others)
 
-    def told_body(sampling: "Sampling") -> dict[str, Any]:
-        return body(sampling) | ({"stop_token_ids": [], "ignore_eos": True} if whole else {})
+    def told_body(sampling: "Sampling", held: bool) -> dict[str, Any]:
+        return body(sampling, held) | ({"stop_token_ids": [], "ignore_eos": True} if whole else {})
 
-    with patch.object(client, "sample", told), patch.object(client, "sampling_body", told_body):
+    with patch.object(server.ServerEngine, "generate", told), patch.object(server, "sampling_arguments", told_body):
         yield
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from rlgen.engines.base import model_shape
-from rlgen.engines.fleet import Member, ServerPool
+from rlgen.engines.fleet import ServerPool
 from rlgen.engines.open import open_servers
 from rlgen.engines.transfer import FileTransfer
 from rlgen.models.load import load_config, load_model, locate
@@ -46,9 +46,10 @@ def measured(model: str, rounds: int) -> dict[int, list[float]]:
     weights = load_model(location, None, torch.float32, "sdpa", torch.device("cpu"))
     took: dict[int, list[float]] = {1: [], 2: []}
     with tempfile.TemporaryDirectory() as logs:
-        both = open_servers(recipe, recipe.engine, location, Path(logs), print)
+        both = open_servers(recipe.engine_needs, recipe.engine, location, Path(logs), print)
         one = ServerPool(
-            members=[Member(both.servers[0], None)],
+            servers=both.servers[:1],
+            processes={},
             shape=model_shape(load_config(location, None)),
             in_flight=False,
             restarts=0,

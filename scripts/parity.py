@@ -80,7 +80,7 @@ def open_engine(folder: str) -> ColocatedEngine:
             "engine": {"kind": "colocated"},
         }
     )
-    return ColocatedEngine(EnginePlan.of(recipe, folder), wait=None)
+    return ColocatedEngine(EnginePlan.of(recipe.engine_needs, folder), wait=None)
 
 
 @torch.no_grad()

@@ -150,7 +150,7 @@ def plan_of(name: str, **changes: Any) -> EnginePlan:
     """How vLLM runs a tiny model where a recipe says nothing; `changes` override single fields."""
     folder = str(build_tiny(name))
     recipe = recipe_for(folder, engine={"kind": "colocated", "max_model_len": 640, "max_num_seqs": 64})
-    return replace(EnginePlan.of(recipe, folder), **changes)
+    return replace(EnginePlan.of(recipe.engine_needs, folder), **changes)
 
 
 def open_vllm(name: str, **changes: Any) -> ColocatedEngine:
@@ -166,7 +166,7 @@ def open_server(name: str) -> Engine:
     """A server that is launched, and stopped when the engine is closed."""
     settings = {"kind": "server", "launch": True, "max_model_len": 640, "start_timeout": HANGS}
     recipe = recipe_for(f"tiny:{name}", engine=settings)
-    engine = build_engine(recipe, locate(recipe.model.path), Processes.alone(), Path(mkdtemp()), print)
+    engine = build_engine(recipe.engine_needs, locate(recipe.model.path), Processes.alone(), Path(mkdtemp()), print)
     send_weights(engine, tiny_model(name), 0, Processes.alone())  # before that it is stale, and answers nothing
     return engine
 

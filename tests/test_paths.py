@@ -100,7 +100,7 @@ def test_two_processes(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     ways = ways_of(request)
     launches = load_recipe(recipe_of(next(way for way in ways if "server" in way), tmp_path)).recipe
     token = new_token()
-    (server,) = start_servers(server_plans(launches, locate("tiny:qwen3")), token, [tmp_path / "server.log"], HANGS)
+    (server,) = start_servers(server_plans(launches.engine_needs, locate("tiny:qwen3")), token, [tmp_path / "server.log"], HANGS)
     try:
         recipes = [recipe_of(way, tmp_path, url=server.url) for way in ways]
         worker = ROOT / "tests" / "path_worker.py"

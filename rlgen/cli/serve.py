@@ -48,7 +48,8 @@ def serve_command(path: Path, overrides: list[str], host: str | None, port: int 
     with token_of(settings.token_env, secret) as (token, shown), stoppable():
         log.unlink(missing_ok=True)
         echo(f"starting vLLM on {recipe.model.path}; log: {log}")
-        (plan,) = server_plans(with_sizes(recipe).model_copy(update={"engine": settings}), locate(recipe.model.path))
+        served = with_sizes(recipe).model_copy(update={"engine": settings})
+        (plan,) = server_plans(served.engine_needs, locate(recipe.model.path))
         server = ServerProcess(plan, token, log, settings.start_timeout)
         try:
             seconds = wait_all_ready([server], settings.start_timeout)

@@ -87,18 +87,14 @@ logprob_of = attrgetter("logprob")
 def read_answer(raw: bytes, arrays: bool, url: str, version_of: Callable[[str], int]) -> Completion:
     """Returns the completion in a response of the server at `url`.
 
-    Args:
-        arrays: whether the response is from rlgen's route.
-        version_of: maps a label of weights to their version.
-
-    Raises:
-        ServerLost: the response is incomplete or has another format, or something else than rlgen ended the completion.
+    `arrays`: whether the response is from rlgen's route. `version_of` maps a label of weights to their version. Raises ServerLost
+    if the response is incomplete or has another format, or something else than rlgen ended the completion.
     """
     try:
         head, prompt_ids, ids, logp = (from_arrays if arrays else from_json)(raw)
         if head.finish_reason not in ("stop", "length"):
-            what = f"ended a completion with finish_reason {head.finish_reason!r}: something other than rlgen stopped it"
-            raise ServerLost(url, what)
+            ended = f"ended a completion with finish_reason {head.finish_reason!r}"
+            raise ServerLost(url, f"{ended}: something other than rlgen stopped it")
         return Completion(
             token_ids=ids.astype(numpy.int32),  # copies: views of the response would keep all its bytes in memory
             logp=logp.astype(numpy.float32),
@@ -151,7 +147,7 @@ def read_prefilled(raw: bytes, ids: Sequence[int], first: int, url: str) -> LogP
         raise ServerLost(url, f"answered without the log-probs of a prompt ({error})") from error
 
 
-def packed(
+def as_arrays(
     prompt_ids: Sequence[int],
     token_ids: Sequence[int],
     logp: Sequence[float],

@@ -2,14 +2,15 @@
 
 import hashlib
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from rlgen.engines.further import FollowUpQueue
 from rlgen.types import Completion, Ids, Image, LogProbs, Request, Sampling
 
 if TYPE_CHECKING:
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 # Called with each finished completion and the index of its request in the call.
 Finished: TypeAlias = Callable[[int, Completion], None]
+Weights: TypeAlias = Iterable[tuple[str, Tensor]]  # by their names in a checkpoint
+Pending: TypeAlias = Future[list[Completion]]  # completions that are being sampled in the background
+Submit: TypeAlias = Callable[..., Pending]  # given what `Engine.generate` is given; several calls may run at a time
 
 SHAPE = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
@@ -87,8 +91,8 @@ def wider_parameters(model: nn.Module, dtype: torch.dtype) -> tuple[str, ...]:
 
     Scales of a quantised engine are left out: a checkpoint does not contain them.
     """
-    wide = {name: held for name, held in model.named_parameters() if held.is_floating_point() and held.itemsize > dtype.itemsize}
-    return tuple(name for name in wide if "scale" not in name.rpartition(".")[2])
+    floats = [(name, held) for name, held in model.named_parameters() if held.is_floating_point()]
+    return tuple(name for name, held in floats if held.itemsize > dtype.itemsize and "scale" not in name.rpartition(".")[2])
 
 
 def module_of(name: str) -> str:
@@ -101,7 +105,7 @@ def module_of(name: str) -> str:
     return found[0] if found else module.rpartition(".")[2]
 
 
-def cast_for(facts: EngineInfo, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def cast_for(facts: EngineInfo, weights: Weights) -> Iterator[tuple[str, Tensor]]:
     """Yields `weights` in the dtype in which the engine holds them, so that fewer bytes travel.
 
     The engine would round them in the same way when it loads them. Vectors keep their dtype. So do all weights of a module if the
@@ -121,31 +125,79 @@ class SyncRecorder:
         self.received: dict[str, str] = {}
         self._hashed = hashed
 
-    def record(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def record(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights:
             self.received[name] = fingerprint(tensor, self._hashed)
             yield name, tensor
 
 
-class Pending(Protocol):
-    """Completions that are being sampled in the background: a `Future`, of which only this is used."""
+class FollowUpQueue:
+    """Further requests for one call of `Engine.generate`. Their indices continue those of the call, in the order of `put`.
 
-    def result(self) -> list[Completion]: ...
+    If another request may follow a finished completion, the callback `finished` calls `expect` before it returns. Later, either
+    `put` or `drop` is called, from any thread. The engine takes the requests that are there. It is done when it has answered all
+    of them and expects no more.
+    """
 
-    def exception(self) -> BaseException | None: ...
+    def __init__(self) -> None:
+        self._changed = threading.Condition()  # guards the fields below
+        self._there: list[Request] = []
+        self._expected = 0
+        self._failure: BaseException | None = None
+        self._wake: Callable[[], object] | None = None
 
+    def expect(self) -> None:
+        """Announces that a `put` or a `drop` will follow."""
+        with self._changed:
+            self._expected += 1
 
-class Submit(Protocol):
-    """Runs `Engine.generate` in the background, several calls at a time."""
+    def put(self, request: Request) -> None:
+        self._change([request])
 
-    def __call__(
-        self,
-        requests: Sequence[Request],
-        sampling: Sampling,
-        finished: Finished | None = None,
-        further: FollowUpQueue | None = None,
-        /,
-    ) -> Pending: ...
+    def drop(self) -> None:
+        self._change([])
+
+    def fail(self, error: BaseException) -> None:
+        """Makes the engine give up: `take` raises the error. Only the first one counts."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._notify()
+
+    def _change(self, requests: list[Request]) -> None:
+        with self._changed:
+            self._expected -= 1
+            self._there += requests
+            self._notify()
+
+    def _notify(self) -> None:  # the lock is held
+        self._changed.notify_all()
+        if self._wake is not None:
+            self._wake()
+
+    @property
+    def expected(self) -> bool:
+        """Returns whether there are requests that nobody has taken, or more may come."""
+        with self._changed:
+            return bool(self._expected or self._there or self._failure)
+
+    def take(self) -> list[Request]:
+        """Returns the requests that have come since the last call, without waiting. Raises the error of `fail`."""
+        with self._changed:
+            if self._failure is not None:
+                raise self._failure
+            there, self._there = self._there, []
+            return there
+
+    def wait(self, whole: bool = False) -> list[Request]:
+        """Waits until a request is there, or with `whole` until none is expected any more, and returns as `take` does."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure or not self._expected or (self._there and not whole))
+        return self.take()
+
+    def call(self, wake: Callable[[], object] | None) -> None:
+        """Sets a function that is called after each change, from any thread; None: no function. It must not wait or call back."""
+        with self._changed:
+            self._wake = wake
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,8 +215,7 @@ class EngineCapabilities:
 class Engine(Protocol):
     """A copy of the model that samples: token ids in, token ids out.
 
-    An engine holds a model and sampling settings and can load weights. It depends on no trainer and no recipe. It leaves
-    random states, thread settings and environment variables of the process as it found them.
+    It leaves random states, thread settings and environment variables of the process as it found them.
     """
 
     @property
@@ -174,7 +225,7 @@ class Engine(Protocol):
 
     @property
     def abilities(self) -> EngineCapabilities:
-        """Returns what the engine can do; it does not change while the engine is open."""
+        """Does not change while the engine is open."""
         ...
 
     def facts(self) -> EngineInfo:
@@ -209,15 +260,12 @@ class Engine(Protocol):
     def prefill_logp(self, rows: Sequence[tuple[Ids, Ids]], images: Sequence[tuple[Image, ...]] = ()) -> list[LogProbs]:
         """Computes log-probs [L] at temperature 1 of given completions, in one forward pass instead of decoding.
 
-        Args:
-            rows: prompt ids and completion ids; together shorter than `EngineInfo.max_model_len`.
-            images: of each prompt; (): no prompt has any.
-
-        Raises EngineError if the engine failed.
+        `rows` are prompt ids and completion ids, together shorter than `EngineInfo.max_model_len`; `images` those of each prompt,
+        () if no prompt has any. Raises EngineError if the engine failed.
         """
         ...
 
-    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> SyncReport:
+    def sync(self, weights: Weights, version: int, hashed: bool = False) -> SyncReport:
         """Loads *all* weights, under the names of the checkpoint, and empties the prefix cache.
 
         Where `EngineCapabilities.merges` holds, `weights` may be the factors of an adapter alone: the others are then those of

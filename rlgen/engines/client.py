@@ -1,21 +1,14 @@
-"""Sends many requests to servers at once, and raises errors as `http` does.
-
-The cost per request in this process does not grow with the number of open requests.
-"""
+"""Sends many requests to servers at once, at a cost per request that does not grow with their number."""
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeAlias, TypeVar
 
 import aiohttp
-import msgspec
 
-from rlgen.engines.answer import JSON_ROUTE, ROUTE, read_answer, read_prefilled
 from rlgen.engines.http import AGAIN, BUSY, PROBE_SECONDS, Server
-from rlgen.engines.vllm_compat import HELD
 from rlgen.errors import EngineError, ServerLost
-from rlgen.types import Completion, Ids, LogProbs, Request, Sampling
 
 CLOSING_SECONDS = 0.2  # sampling ends this soon after the engine is closed
 MISSED_PROBES = 3  # a server that fails this many health checks in a row while it has open requests counts as lost
@@ -23,7 +16,7 @@ MISSED_PROBES = 3  # a server that fails this many health checks in a row while 
 STOPPED = 1.0
 
 
-class Line:
+class OpenRequests:
     """The open requests of this client to one server, within one event loop."""
 
     def __init__(self, server: Server, session: aiohttp.ClientSession) -> None:
@@ -41,13 +34,13 @@ class Line:
         self.open += 1
         try:
             for pause in (*(AGAIN if self.server.again else ()), None):
-                reply = await self.server.ask(self._session, "POST", route, body)
+                status, content = await self.server.ask(self._session, "POST", route, body)
                 self._heard = self._clock()
                 self._answers += 1
-                if pause is None or reply.status not in BUSY:
+                if pause is None or status not in BUSY:
                     break
                 await asyncio.sleep(pause)
-            return self.server.checked(route, reply)
+            return self.server.checked(route, status, content)
         finally:
             self.open -= 1
 
@@ -93,14 +86,13 @@ async def each(
     servers: Sequence[Server],
     most: int,
     things: Sequence[T],
-    ask: Callable[[Line, T], Awaitable[None]],
+    ask: Callable[[OpenRequests, T], Awaitable[None]],
     more: More[T] | None = None,
     closed: threading.Event | None = None,
 ) -> None:
-    """Calls `ask` for each of `things`, with the server that has the fewest open requests of this client.
+    """Calls `ask` for each of `things`, with the server that has the fewest open requests of this client, the first of several.
 
     Args:
-        servers: among those with equally few requests, the first is taken.
         most: maximum of open requests; how many of them run at once is decided by the servers.
         more: called again and again for further things while the others are being requested, until it returns none.
         closed: ends the calls within CLOSING_SECONDS once it is set.
@@ -109,7 +101,7 @@ async def each(
     """
     room = asyncio.Semaphore(most)
     async with servers[0].session() as session:
-        lines = [Line(server, session) for server in servers]
+        lines = [OpenRequests(server, session) for server in servers]
 
         async def one(thing: T) -> None:
             async with room:
@@ -145,77 +137,3 @@ async def until(closed: threading.Event) -> None:
     while not closed.is_set():
         await asyncio.sleep(CLOSING_SECONDS)
     raise EngineError("the engine was closed while it sampled")
-
-
-async def sample(
-    servers: Sequence[Server],
-    requests: Mapping[int, Request],
-    sampling: Sampling,
-    salt: Callable[[], str],
-    version_of: Callable[[str, str], int],
-    arrived: Callable[[int, Completion], None],
-    most: int,
-    more: More[tuple[int, Request]] | None = None,
-    held: bool = False,
-    closed: threading.Event | None = None,
-) -> None:
-    """Samples one completion for each request and passes it to `arrived` as soon as it is finished.
-
-    Args:
-        requests: by index.
-        salt: returns a part of the prefix-cache key, so that activations of other weights are not used.
-        version_of: maps a label of weights and the server's URL to the weight version.
-        arrived: receives index and completion.
-        most, more, closed: as in `each`.
-        held: no weights change while a request is decoded, see `vllm_compat.HELD`.
-    """
-    shared = sampling_body(sampling) | {"extra_args": {HELD: held}}
-
-    async def ask(line: Line, asked: tuple[int, Request]) -> None:
-        (place, request), server = asked, line.server
-        body = {
-            "token_ids": request.prompt_ids.tolist(),
-            "sampling_params": {**shared, "seed": request.seed, "max_tokens": sampling.limit_of(request)},
-            "cache_salt": salt(),
-            "return_token_ids": True,
-        }
-        raw = await line.post(ROUTE if server.arrays else JSON_ROUTE, msgspec.json.encode(body))
-        arrived(place, read_answer(raw, server.arrays, server.url, lambda label: version_of(label, server.url)))
-
-    await each(servers, most, list(requests.items()), ask, more, closed)
-
-
-async def prefill(servers: Sequence[Server], rows: Sequence[tuple[Ids, Ids]], most: int) -> list[LogProbs]:
-    """Computes log-probs of given completions, as `Engine.prefill_logp` describes."""
-    found: dict[int, LogProbs] = {}
-    params = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
-
-    async def ask(line: Line, place: int) -> None:
-        prompt_ids, completion_ids = rows[place]
-        ids = [*prompt_ids.tolist(), *completion_ids.tolist()]
-        raw = await line.post(JSON_ROUTE, msgspec.json.encode({"token_ids": ids, "sampling_params": params}))
-        found[place] = read_prefilled(raw, ids, len(prompt_ids), line.server.url)
-
-    await each(servers, most, range(len(rows)), ask)
-    return [found[place] for place in range(len(rows))]
-
-
-def sampling_body(sampling: Sampling) -> dict[str, Any]:
-    """Returns all sampling parameters of a request except its seed and its own limit.
-
-    Sets every parameter that affects sampling, so that no default of the server does.
-    """
-    return {
-        "n": 1,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "stop_token_ids": list(sampling.stop_ids),
-        "stop": list(sampling.stop),
-        "logprobs": 0,
-        "detokenize": bool(sampling.stop),
-    }

@@ -2,16 +2,14 @@
 
 import gc
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from rlgen.engines import vllm_compat, vllm_weights
-from rlgen.engines.base import EngineCapabilities, EngineInfo, Finished, SyncRecorder, SyncReport
-from rlgen.engines.further import FollowUpQueue
+from rlgen.engines.base import EngineCapabilities, EngineInfo, Finished, FollowUpQueue, SyncRecorder, SyncReport, Weights
 from rlgen.engines.plan import EnginePlan
 from rlgen.errors import EngineError, RlgenError, SetupError
 from rlgen.heap import collecting_once
@@ -27,9 +25,7 @@ class ColocatedEngine:
         wait: timeout in seconds for waiting on another process, if several open their engines in torch's default process group.
             None: there is one process.
 
-    Raises:
-        SetupError: vLLM is missing, or the plan is not possible here.
-        EngineError: vLLM did not start.
+    Raises SetupError if vLLM is missing, or the plan is not possible here, EngineError if vLLM did not start.
     """
 
     def __init__(self, plan: EnginePlan, *, wait: float | None) -> None:
@@ -41,8 +37,7 @@ class ColocatedEngine:
             arguments["distributed_executor_backend"] = "external_launcher"
             arguments["distributed_timeout_seconds"] = arguments["cpu_distributed_timeout_seconds"] = math.ceil(wait)
         self._plan, self._asleep, self._answered = plan, False, False
-        self._version = 0
-        self._syncs = 0
+        self._version = self._syncs = 0
         self._less_memory = vllm_compat.what_helps(arguments)
         with self._kept_as_is():
             self._vllm = vllm_compat.import_vllm()
@@ -74,7 +69,7 @@ class ColocatedEngine:
         further: FollowUpQueue | None = None,
     ) -> list[Completion]:
         def given(requests: Sequence[Request]) -> tuple[list[dict[str, Any]], list[Any]]:
-            prompts = vllm_compat.prompts_of(requests, salt=f"{self._version}.{self._syncs}")
+            prompts = vllm_compat.vllm_prompts(requests, salt=f"{self._version}.{self._syncs}")
             prompts = vllm_compat.with_images(prompts, [request.images for request in requests], self._plan.image_token)
             return prompts, [vllm_compat.sampling_params(self._vllm, request, sampling) for request in requests]
 
@@ -134,7 +129,7 @@ class ColocatedEngine:
                 for output, (prompt_ids, _) in zip(outputs, rows, strict=True)
             ]
 
-    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> SyncReport:
+    def sync(self, weights: Weights, version: int, hashed: bool = False) -> SyncReport:
         ledger = SyncRecorder(hashed)
         with self._kept_as_is():
             try:

@@ -1,52 +1,60 @@
-"""Manages the vLLM servers of a run, which all hold the same weights: starts them, sends weights, restarts lost ones."""
+"""Manages the vLLM servers of a run, which all hold the same weights: sends weights, restarts lost servers.
 
+Every process of a run sends its own requests; only the main process manages the servers. Another process that finds a server lost
+writes that to the store of the process group and waits. A thread of the main process polls the store, whatever the main thread is
+doing, recovers the server and writes the result. The keys, prefixed with the name of the pool's run:
+
+    asked            how many recoveries were requested
+    lost/N           the Nth request: {"url", "what", "before"}
+    recovered/N      its result: {} or {"message", "exit_code"}
+    brought_back     how often each server has been recovered, by URL
+    stopped          present when the main process no longer manages the servers
+"""
+
+import json
 import secrets
+import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch.distributed as dist
 
-from rlgen.engines.base import EngineInfo, SyncReport
+from rlgen.engines.base import EngineInfo, SyncReport, Weights
 from rlgen.engines.http import Server, WeightsKept
 from rlgen.engines.launch import ServerProcess
 from rlgen.engines.nccl import Broadcast
 from rlgen.engines.transfer import FileTransfer
-from rlgen.errors import EngineError, ServerLost
+from rlgen.errors import EngineError, RlgenError, ServerLost
+from rlgen.processes import Processes
 
 STALE = -1  # weight version before the first sync of this run
+POLL = 0.1  # seconds between two reads of the store
 LOADING = "loading"  # label of weights that are being replaced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """The weights that all servers were sent last, labelled `RUN.VERSION`. Held(run="5f0c2b7a", version=3, syncs=4)"""
+class SentWeights:
+    """The weights that all servers were sent last, labelled `RUN.VERSION`. SentWeights(run="5f0c2b7a", version=3, syncs=4)"""
 
     run: str
     version: int
     syncs: int  # number of syncs so far
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One server of the fleet."""
-
-    server: Server
-    process: ServerProcess | None  # None: the server was started elsewhere and cannot be restarted from here
-
-
 class ServerPool:
     """One or several servers, all with the same weights.
 
-    Weights are labelled `RUN.VERSION`; every completion carries the label of the weights that sampled it. A label of another run,
-    or none, means that the server was restarted or used by another run: it is sent the current weights again.
+    Every completion carries the label of the weights that sampled it. A label of another run, or none, means that the server was
+    restarted or used by another run: it is sent the current weights again.
 
     Args:
+        processes: of the servers that this run started, by URL; others cannot be restarted from here.
         shape: of the model that is trained, see `model_shape`.
         in_flight: whether a sync pauses running requests instead of waiting for them.
         merges: whether an adapter is sent alone, and each server merges it.
@@ -60,7 +68,8 @@ class ServerPool:
     def __init__(
         self,
         *,
-        members: Sequence[Member],
+        servers: Sequence[Server],
+        processes: Mapping[str, ServerProcess],
         shape: Mapping[str, Any],
         in_flight: bool,
         merges: bool = False,
@@ -68,11 +77,10 @@ class ServerPool:
         carrier: FileTransfer | Broadcast,
         say: Callable[[str], None],
     ) -> None:
-        self._members = tuple(members)
-        self.servers = tuple(member.server for member in members)
+        self.servers, self._processes = tuple(servers), processes
         self.in_flight, self.merges = in_flight, merges
         self._restarts, self._carrier, self._say = restarts, carrier, say
-        self.held = Held(run=secrets.token_hex(4), version=STALE, syncs=0)
+        self.held = SentWeights(run=secrets.token_hex(4), version=STALE, syncs=0)
         self._recovering = threading.RLock()
         self._counting = threading.Lock()
         self._brought_back: Counter[str] = Counter()
@@ -106,7 +114,7 @@ class ServerPool:
         """Returns how often each server has been recovered, by URL."""
         return self._brought_back.copy()
 
-    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> SyncReport:
+    def sync(self, weights: Weights, version: int, hashed: bool = False) -> SyncReport:
         """Sends all weights to all servers, as `Engine.sync`.
 
         If the servers' receipts differ, returns one that differs, for the caller to report.
@@ -115,45 +123,36 @@ class ServerPool:
             if isinstance(self._carrier, FileTransfer):
                 receipts = self._deliver(self._carrier, weights, version, hashed)
             else:
-                receipts = self._broadcast(self._carrier, weights, version, hashed)
+                with self._replacing(self.servers, version):
+                    receipts = self._carrier.send(weights, version, hashed)
             self.held = replace(self.held, version=version, syncs=self.held.syncs + 1)
         for receipt in receipts[1:]:
             if receipt.received != receipts[0].received or receipt.not_loaded:
                 return receipt  # the sender compares it with what it sent
         return receipts[0]
 
-    def _deliver(
-        self, outbox: FileTransfer, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool
-    ) -> list[SyncReport]:
+    def _deliver(self, files: FileTransfer, weights: Weights, version: int, hashed: bool) -> list[SyncReport]:
         """Sends weights by files to all servers at the same time; restarts servers that have died."""
 
-        def give(member: Member) -> SyncReport:
+        def give(server: Server) -> SyncReport:
             try:
-                return self._load(member, folder, version, hashed)
+                return self._load(server, folder, version, hashed)
             except ServerLost as lost:
-                self._restart(member, lost)
-                return self._load(member, folder, version, hashed)
+                self._restart(lost)
+                return self._load(server, folder, version, hashed)
 
-        with ThreadPoolExecutor(len(self._members), thread_name_prefix="rlgen-loading") as each:
-            folder = outbox.write(weights, version)  # no server is recovered meanwhile: the previous weights are gone
-            receipts = list(each.map(give, self._members))
-        outbox.current = folder
+        with ThreadPoolExecutor(len(self.servers), thread_name_prefix="rlgen-loading") as each:
+            folder = files.write(weights, version)  # no server is recovered meanwhile: the previous weights are gone
+            receipts = list(each.map(give, self.servers))
+        files.current = folder
         return receipts
 
-    def _broadcast(
-        self, broadcast: Broadcast, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool
-    ) -> list[SyncReport]:
-        """Sends weights over NCCL to all servers at once."""
-        # After a failed broadcast the servers do not respond; a second error would hide the first.
-        with self._replacing(self.servers, version, lambda: not broadcast.broken):
-            return broadcast.send(weights, version, hashed)
-
-    def _load(self, member: Member, folder: Path, version: int, hashed: bool) -> SyncReport:
+    def _load(self, server: Server, folder: Path, version: int, hashed: bool) -> SyncReport:
         """Makes one server load the weights in `folder`.
 
         Raises WeightsKept if the files cannot be loaded; the server keeps its weights and their label.
         """
-        server, before = member.server, member.server.label()
+        before = server.label()
         with self._replacing([server], version):
             try:
                 return server.load(str(folder), version, hashed)
@@ -162,7 +161,7 @@ class ServerPool:
                 raise
 
     @contextmanager
-    def _replacing(self, servers: Sequence[Server], version: int, alive: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    def _replacing(self, servers: Sequence[Server], version: int) -> Iterator[None]:
         """Pauses servers while they load in the block. Then empties their prefix caches and gives them the new label."""
         paused = servers if self.in_flight else ()
         try:
@@ -175,8 +174,10 @@ class ServerPool:
                 server.reset_cache()
                 server.set_label(f"{self.held.run}.{version}")
         finally:
-            for server in paused if alive() else ():
-                server.resume()
+            # After a failed broadcast the servers do not respond; a second error would hide the first.
+            if not (isinstance(self._carrier, Broadcast) and self._carrier.broken):
+                for server in paused:
+                    server.resume()
 
     def recover(self, lost: ServerLost, before: Mapping[str, int]) -> None:
         """Sends a server the current weights again, after a restart if it does not answer.
@@ -193,31 +194,30 @@ class ServerPool:
                 return
             if self._stopped.is_set() or self._carrier.current is None:
                 raise lost
-            member = next(member for member in self._members if member.server.url == lost.url)
-            if self._has_lost_its_weights(member):
+            server = next(server for server in self.servers if server.url == lost.url)
+            if self._has_other_weights(server):
                 self._count(lost)
             else:
-                self._restart(member, lost)
-            self._load(member, self._carrier.current, self.held.version, hashed=False)
+                self._restart(lost)
+            self._load(server, self._carrier.current, self.held.version, hashed=False)
             self._say(
-                f"engine: {member.server.url} has the weights of version {self.held.version} again; its open requests are sent"
-                " again"
+                f"engine: {server.url} has the weights of version {self.held.version} again; its open requests are sent again"
             )
 
-    def _has_lost_its_weights(self, member: Member) -> bool:
-        """Returns whether the server answers but has other weights: it then needs the weights but no restart."""
+    def _has_other_weights(self, server: Server) -> bool:
+        """Returns whether a server answers but has other weights: it then needs the weights but no restart."""
         try:
-            return not member.server.label().startswith(f"{self.held.run}.")
+            return not server.label().startswith(f"{self.held.run}.")
         except ServerLost:
             return False
 
-    def _restart(self, member: Member, lost: ServerLost) -> None:
+    def _restart(self, lost: ServerLost) -> None:
         """Restarts a server. Raises ServerLost if it was started elsewhere, EngineError if the limit is reached."""
-        if member.process is None:
+        if lost.url not in self._processes:
             raise ServerLost(lost.url, f"{lost.what}. Start it with `rlgen serve`, then resume the run with --resume") from lost
         self._count(lost)
         self._say(f"engine: {lost}; starting it again")
-        member.process.restart()
+        self._processes[lost.url].restart()
 
     def _count(self, lost: ServerLost) -> None:
         """Counts one recovery. Raises EngineError if the limit engine.restarts is reached."""
@@ -231,11 +231,150 @@ class ServerPool:
         self._stopped.set()
         if isinstance(self._carrier, Broadcast):
             self._carrier.close()  # before the servers end
-        for member in self._members:
-            if member.process is not None:
-                member.process.stop()
+        for process in self._processes.values():
+            process.stop()
 
     def close(self) -> None:
         """Removes the weight files. Must be called after all sampling and recovery has ended."""
         if isinstance(self._carrier, FileTransfer):
             self._carrier.close()
+
+
+class SharedServerPool:
+    """The servers as each process of a run sees them: managed in the main process, through the store from the others.
+
+    `open_pool` is called only in the main process. If that fails, or a process cannot reach a server, every process raises.
+    """
+
+    def __init__(self, processes: Processes, open_pool: Callable[[], ServerPool]) -> None:
+        assert processes.store is not None  # there are several processes
+        self._processes = processes
+        self._pool: ServerPool | None = None
+        self._stopped = threading.Event()
+        self._failure: RlgenError | None = None  # of the first failed recovery, in the main process
+        self._failing = threading.Lock()
+
+        def start() -> tuple[tuple[Server, ...], EngineInfo, SentWeights, bool, bool]:
+            pool = self._pool = open_pool()
+            return pool.servers, pool.facts, pool.held, pool.in_flight, pool.merges
+
+        servers, self.facts, self.held, self.in_flight, self.merges = processes.on_main(start, keepalive=True)
+        self._store = dist.PrefixStore(f"servers/{self.held.run}", processes.store)
+        turn = processes.rank % len(servers)  # spreads processes with few requests over the servers
+        self.servers = servers[turn:] + servers[:turn]
+        try:
+            if self._pool is not None:
+                self._write("brought_back", {})
+            processes.run_all(self._reach)
+        except BaseException:
+            self.stop()
+            self.close()
+            raise
+        if self._pool is not None:
+            threading.Thread(target=self._listen, args=(self._pool,), name="rlgen-servers", daemon=True).start()
+
+    def _reach(self) -> None:
+        """Checks that this process can reach every server. Raises EngineError if it cannot."""
+        for server in self.servers:
+            try:
+                server.look()
+            except ServerLost as lost:
+                raise EngineError(
+                    f"{lost}. This is process {self._processes.rank} on {socket.gethostname()}, and every process sends"
+                    " requests to the servers itself; set engine.host (or engine.url) to an address that all machines can reach"
+                ) from lost
+
+    # None of these calls waits for another process.
+
+    def _write(self, key: str, value: Mapping[str, Any]) -> None:
+        self._store.set(key, json.dumps(value))
+
+    def _read(self, key: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self._store.get(key))
+        return found
+
+    @property
+    def brought_back(self) -> Mapping[str, int]:
+        return self._pool.brought_back if self._pool is not None else self._read("brought_back")
+
+    def recover(self, lost: ServerLost, before: Mapping[str, int]) -> None:
+        """Recovers a server as `ServerPool.recover`; outside the main process, asks it to and waits for the result."""
+        if self._pool is not None:
+            self._bring_back(self._pool, lost, before)
+            return
+        number = self._store.add("asked", 1)
+        self._write(f"lost/{number}", {"url": lost.url, "what": lost.what, "before": dict(before)})
+        while not self._store.check([f"recovered/{number}"]):
+            if self._stopped.wait(POLL) or self._store.check(["stopped"]):
+                raise lost
+        if failed := self._read(f"recovered/{number}"):
+            error = EngineError(failed["message"])
+            error.exit_code = failed["exit_code"]
+            raise error from lost
+
+    def _bring_back(self, pool: ServerPool, lost: ServerLost, before: Mapping[str, int]) -> None:
+        """Recovers a server in the main process and publishes the counts of recoveries.
+
+        Raises RlgenError if the recovery failed. Later calls raise the same error without trying again.
+        """
+        with self._failing:
+            if self._failure is not None:
+                raise self._failure
+            try:
+                pool.recover(lost, before)
+            except RlgenError as error:
+                self._failure = error
+                raise
+            finally:
+                self._write("brought_back", pool.brought_back)
+
+    def _listen(self, pool: ServerPool) -> None:
+        """Serves the recovery requests of the other processes, until the servers are stopped. Runs in a thread."""
+        number = 1
+        with suppress(RuntimeError):  # the store is gone, and so are the other processes
+            while not self._stopped.wait(POLL):
+                if not self._store.check([f"lost/{number}"]):
+                    continue
+                asked, result = self._read(f"lost/{number}"), {}
+                try:
+                    self._bring_back(pool, ServerLost(asked["url"], asked["what"]), asked["before"])
+                except RlgenError as error:
+                    result = {"message": str(error), "exit_code": error.exit_code}
+                except Exception as error:  # a bug: the waiting process must get an answer
+                    result = {"message": f"{type(error).__name__}: {error}", "exit_code": RlgenError.exit_code}
+                self._write(f"recovered/{number}", result)
+                number += 1
+
+    def sync(self, weights: Weights, version: int, hashed: bool) -> SyncReport:
+        """Sends all weights from the main process and returns its receipt in every process. Called by all at the same time."""
+        pool = self._pool
+
+        def send() -> tuple[SyncReport, SentWeights] | None:
+            if pool is None:
+                return None
+            try:
+                return pool.sync(weights, version, hashed), pool.held
+            finally:
+                self._write("brought_back", pool.brought_back)
+                # Sharded tensors are gathered by all processes at once: each must iterate over all of them.
+                for _ in weights:
+                    pass
+
+        if pool is None:
+            for _ in weights:
+                pass
+        sent = self._processes.on_main(send, keepalive=True)
+        assert sent is not None  # the main process has a pool
+        receipt, self.held = sent
+        return receipt
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if self._pool is not None:
+            with suppress(RuntimeError):  # the store is gone, and so are the other processes
+                self._write("stopped", {})
+            self._pool.stop()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()

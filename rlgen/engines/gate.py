@@ -1,7 +1,6 @@
 """Protects a vLLM server, where every request without the token is refused, and adds a route that returns arrays.
 
-vLLM's own route creates an object and about 140 bytes of JSON for each token, in the one process that serves all requests. The
-added one has ids in, ids and log-probs out, without an object or text per token.
+vLLM's own route creates an object and about 140 bytes of JSON for each token, in the one process that serves all requests.
 """
 
 import asyncio
@@ -17,7 +16,7 @@ from typing import Any
 import msgspec
 
 from rlgen.engines import vllm_compat
-from rlgen.engines.answer import ARRAYS, ROUTE, Labelled, packed
+from rlgen.engines.answer import ARRAYS, ROUTE, Labelled, as_arrays
 from rlgen.errors import SetupError
 
 Message = MutableMapping[str, Any]
@@ -36,43 +35,41 @@ class Gate:
     """ASGI middleware for `vllm --middleware rlgen.engines.gate.Gate`: requires `Authorization: Bearer TOKEN` on every route.
 
     vLLM's own `--api-key` protects only some path prefixes; routes that load weights or run methods stay open. The middleware
-    also adds one route, see `Arrays`.
-
-    Raises:
-        SetupError: the environment variable RLGEN_SERVER_TOKEN is not set.
+    also adds one route, see `respond_with_arrays`. Raises SetupError if the environment variable RLGEN_SERVER_TOKEN is not set.
     """
 
     def __init__(self, app: App) -> None:
         token = os.environ.get(TOKEN_VARIABLE)
         if not token:
             raise SetupError(f"{TOKEN_VARIABLE} is not set: the server would be open to everyone; set it to a long secret")
-        self._app = Arrays(app)
+        self._app = app
         self._expected = f"Bearer {token}".encode()
         self._refused, self._told = 0, 0.0
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Passes on a request with the token; refuses any other with status 401, or closes its websocket."""
-        if scope["type"] == "lifespan" or self._admits(scope):
+        if scope["type"] != "lifespan" and not self._admits(scope):
+            await self._refuse(scope, send)
+        elif scope["type"] == "http" and scope["path"] == ROUTE:
+            await respond_with_arrays(scope, receive, send)
+        else:
             await self._app(scope, receive, send)
-            return
-        self._tell(scope)
-        if scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
-            return
-        await reply(send, 401, b'{"detail":""}', (b"www-authenticate", b"Bearer"))
 
     def _admits(self, scope: Message) -> bool:
         """Returns whether the request has exactly one Authorization header, with the right token."""
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         return len(given) == 1 and hmac.compare_digest(given[0], self._expected)
 
-    def _tell(self, scope: Message) -> None:
-        """Counts a refused request and logs the count, at most once in QUIET seconds."""
+    async def _refuse(self, scope: Message, send: Send) -> None:
+        """Sends status 401, or closes a websocket. Logs how many requests were refused, at most once in QUIET seconds."""
         self._refused += 1
         if time.monotonic() - self._told >= QUIET:
             who = (scope.get("client") or ["unknown"])[0]
             log.warning("%d requests refused without the token, the last from %s to %r", self._refused, who, scope["path"])
             self._refused, self._told = 0, time.monotonic()
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await reply(send, 401, b'{"detail":""}', (b"www-authenticate", b"Bearer"))
 
 
 class Asked(msgspec.Struct):
@@ -84,60 +81,50 @@ class Asked(msgspec.Struct):
 
 
 ASKED = msgspec.json.Decoder(Asked)
+NUMBERS = itertools.count()  # of requests, for their ids
 
 
-class Arrays:
-    """ASGI middleware inside `Gate`: handles POST /rlgen/generate and passes all other requests on."""
+async def respond_with_arrays(scope: Message, receive: Receive, send: Send) -> None:
+    """Handles a request to rlgen's route. If the client disconnects, the engine aborts the request."""
+    if scope["method"] != "POST":
+        await reply(send, 405, b"{}")
+        return
+    body = await whole_body(receive)
+    answering = asyncio.ensure_future(answered(scope["app"].state.engine_client, body))
+    leaving = asyncio.ensure_future(gone(receive))
+    try:
+        await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if answering.done():
+            await reply(send, *answering.result())
+    finally:
+        for task in (answering, leaving):
+            task.cancel()  # the engine aborts a cancelled request
+        await asyncio.gather(answering, leaving, return_exceptions=True)
 
-    def __init__(self, app: App) -> None:
-        self._app = app
-        self._numbers = itertools.count()
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Handles one request. If the client disconnects, the engine aborts the request."""
-        if scope["type"] != "http" or scope["path"] != ROUTE:
-            await self._app(scope, receive, send)
-        elif scope["method"] != "POST":
-            await reply(send, 405, b"{}")
-        else:
-            body = await whole_body(receive)
-            answering = asyncio.ensure_future(self._answer(scope["app"].state.engine_client, body))
-            leaving = asyncio.ensure_future(gone(receive))
-            try:
-                await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-                if answering.done():
-                    await reply(send, *answering.result())
-            finally:
-                for task in (answering, leaving):
-                    task.cancel()  # the engine aborts a cancelled request
-                await asyncio.gather(answering, leaving, return_exceptions=True)
-
-    async def _answer(self, engine: Any, body: bytes) -> tuple[int, bytes]:
-        """Samples one completion and returns the HTTP status and the body: 400 for an invalid request, 500 for a failure."""
-        try:
-            asked = ASKED.decode(body)
-            prompt = {"prompt_token_ids": asked.token_ids, "cache_salt": asked.cache_salt}
-            request_id = f"rlgen-{os.getpid()}-{next(self._numbers)}"
-            output = await vllm_compat.completed(engine, prompt, asked.sampling_params, request_id)
-            answer = output.outputs[0]
-            spans = [Labelled(span.version, span.start, span.end) for span in answer.weight_versions or ()]
-            return 200, packed(
-                output.prompt_token_ids,
-                answer.token_ids,
-                answer.logprobs.logprobs,
-                answer.finish_reason,
-                spans,
-                output.num_cached_tokens or 0,
-            )
-        except Exception as error:  # of any class; vLLM itself ends a server whose engine is dead
-            if isinstance(error, msgspec.MsgspecError) or vllm_compat.is_refusal(error):
-                return 400, words(error)
+async def answered(engine: Any, body: bytes) -> tuple[int, bytes]:
+    """Samples one completion and returns the HTTP status and the body: 400 for an invalid request, 500 for a failure."""
+    try:
+        asked = ASKED.decode(body)
+        prompt = {"prompt_token_ids": asked.token_ids, "cache_salt": asked.cache_salt}
+        request_id = f"rlgen-{os.getpid()}-{next(NUMBERS)}"
+        output = await vllm_compat.completed(engine, prompt, asked.sampling_params, request_id)
+        answer = output.outputs[0]
+        spans = [Labelled(span.version, span.start, span.end) for span in answer.weight_versions or ()]
+        return 200, as_arrays(
+            output.prompt_token_ids,
+            answer.token_ids,
+            answer.logprobs.logprobs,
+            answer.finish_reason,
+            spans,
+            output.num_cached_tokens or 0,
+        )
+    except Exception as error:  # of any class; vLLM itself ends a server whose engine is dead
+        refused = isinstance(error, msgspec.MsgspecError) or vllm_compat.is_refusal(error)
+        if not refused:
             log.exception("%s failed", ROUTE)
-            return 500, words(error)
-
-
-def words(error: Exception) -> bytes:
-    return json.dumps({"error": {"message": f"{type(error).__name__}: {error}"}}).encode()
+        message = {"message": f"{type(error).__name__}: {error}"}
+        return 400 if refused else 500, json.dumps({"error": message}).encode()
 
 
 async def whole_body(receive: Receive) -> bytes:

@@ -33,7 +33,7 @@ SHARED = ("/dev/shm/psm_", "/dev/shm/sem.mp-", "/dev/shm/vllm_dist_")
 prctl = ctypes.CDLL(None).prctl
 
 
-def main(owner: int, lock: int, folder: str, command: list[str]) -> int:
+def run_guarded(owner: int, lock: int, folder: str, command: list[str]) -> int:
     """Runs the command until it ends, the owner ends or a signal arrives, then cleans up. Returns the command's exit code."""
     asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -159,4 +159,4 @@ if __name__ == "__main__":
     if len(sys.argv) == 3:
         only_remove(int(sys.argv[1]), sys.argv[2])
     else:
-        sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:]))
+        sys.exit(run_guarded(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:]))

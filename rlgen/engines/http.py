@@ -6,7 +6,6 @@ A call raises ServerLost if the server is gone, hangs, or fails with a status of
 import asyncio
 import resource
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -38,14 +37,6 @@ NOT_OURS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """One HTTP response of a server, unchecked."""
-
-    status: int
-    body: bytes
-
-
 class WeightsKept(EngineError):
     """Weights that were refused before any was loaded: the server still has the ones it had."""
 
@@ -54,8 +45,6 @@ class Server:
     """The HTTP client of the server at `url`.
 
     Args:
-        url: such as "http://127.0.0.1:8000".
-        token: sent with every request.
         timeout: seconds without any response after which a server with open requests counts as lost.
         again: whether a request is sent again when the server is busy or fails, see `AGAIN`. For a server that somebody else
             runs: the proxy in front of it may fail for a moment. A server that rlgen started is restarted instead.
@@ -81,15 +70,15 @@ class Server:
 
     async def ask(
         self, session: aiohttp.ClientSession, method: str, route: str, body: bytes | None, timeout: float | None = None
-    ) -> Reply:
-        """Sends one request and returns the response, whatever its status. Raises ServerLost if there is none.
+    ) -> tuple[int, bytes]:
+        """Sends one request and returns status and body of the response. Raises ServerLost if there is none.
 
         Without `timeout`, in seconds, the caller must detect a server that hangs.
         """
         limit = aiohttp.ClientTimeout(total=timeout)
         try:
             async with session.request(method, self.url + route, data=body, timeout=limit, allow_redirects=False) as answer:
-                return Reply(answer.status, await answer.read())
+                return answer.status, await answer.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise self.lost(route, error, timeout or self.timeout) from error
 
@@ -98,15 +87,16 @@ class Server:
 
         Without `timeout`, in seconds, there is the short limit for a request that needs no computing.
         """
-        content = self.checked(route, self._reply(method, route, body, timeout or self._soon))
+        raw = None if body is None else msgspec.json.encode(body)
+        content = self.checked(route, *self._reply(method, route, raw, timeout or self._soon))
         return msgspec.json.decode(content) if content else None
 
-    def _reply(self, method: str, route: str, body: Mapping[str, Any] | None, timeout: float) -> Reply:
+    def _reply(self, method: str, route: str, body: bytes | None, timeout: float) -> tuple[int, bytes]:
         """Does as `ask`, in an event loop and a session of its own."""
 
-        async def ask() -> Reply:
+        async def ask() -> tuple[int, bytes]:
             async with self.session() as session:
-                return await self.ask(session, method, route, None if body is None else msgspec.json.encode(body), timeout)
+                return await self.ask(session, method, route, body, timeout)
 
         return asyncio.run(ask())
 
@@ -131,28 +121,28 @@ class Server:
             # A route for POST responds to GET with 405. JSON_ROUTE exists even if it is disabled; it then rejects an empty POST
             # with another status than 400 or 422.
             method, present = ("POST", (400, 422)) if route == JSON_ROUTE else ("GET", (405,))
-            reply = self._reply(method, route, {}, self._soon)
-            if reply.status not in present:
-                self.checked(route, reply)
+            status, body = self._reply(method, route, b"{}", self._soon)
+            if status not in present:
+                self.checked(route, status, body)
 
     def look(self, needs_token: bool = True) -> None:
         """Sets `arrays`: whether the server has rlgen's own route, which comes with the gate."""
-        reply = self._reply("GET", ROUTE, None, self._soon)
-        if reply.status == 401 and needs_token:
-            self.checked(ROUTE, reply)
-        self.arrays = reply.status == 405
+        status, body = self._reply("GET", ROUTE, None, self._soon)
+        if status == 401 and needs_token:
+            self.checked(ROUTE, status, body)
+        self.arrays = status == 405
 
     def healthy(self) -> bool:
         """Does as `is_healthy`, in an event loop and a session of its own."""
         try:
-            return self._reply("GET", "/health", None, PROBE_SECONDS).status == 200
+            return self._reply("GET", "/health", None, PROBE_SECONDS)[0] == 200
         except ServerLost:
             return False
 
     async def is_healthy(self, session: aiohttp.ClientSession) -> bool:
         """Returns whether the server passes its health check within PROBE_SECONDS."""
         try:
-            return (await self.ask(session, "GET", "/health", None, PROBE_SECONDS)).status == 200
+            return (await self.ask(session, "GET", "/health", None, PROBE_SECONDS))[0] == 200
         except ServerLost:
             return False
 
@@ -163,8 +153,8 @@ class Server:
 
     def load(self, folder: str, version: int, hashed: bool) -> SyncReport:
         """Makes every worker load the weights in `folder`. Raises WeightsKept if the files cannot be loaded."""
-        results = self.rpc("rlgen_load", self.timeout, path=folder, version=version, hashed=hashed)
-        return receipt_of(self.url, results, version)
+        heard = self.rpc("rlgen_load", self.timeout, path=folder, version=version, hashed=hashed)
+        return report_of(self.url, heard, version)
 
     def label(self) -> str:
         """Returns the server's label of its weights, such as `RUN.VERSION`."""
@@ -179,41 +169,41 @@ class Server:
             raise EngineError(f"{self.url} did not empty its prefix cache after a weight sync")
 
     def pause(self) -> None:
-        """Pauses the server: running requests stop where they are until `resume`."""
+        """Running requests stop where they are until `resume`."""
         self.call("POST", "/pause?mode=keep", timeout=self.timeout)
 
     def resume(self) -> None:
         self.call("POST", "/resume", timeout=self.timeout)
 
     def lost(self, route: str, error: Exception, timeout: float) -> ServerLost:
-        """Returns the error that explains why a request has no response."""
+        path = route.partition("?")[0]
         if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
             return ServerLost(self.url, f"cannot be reached: no server listens there ({error}); `rlgen serve RECIPE` starts one")
         if isinstance(error, TimeoutError):
-            return ServerLost(self.url, f"has not answered {route.partition('?')[0]} within {timeout:.0f} s: it hangs")
-        return ServerLost(self.url, f"closed the connection while it worked on {route.partition('?')[0]}: it died")
+            return ServerLost(self.url, f"has not answered {path} within {timeout:.0f} s: it hangs")
+        return ServerLost(self.url, f"closed the connection while it worked on {path}: it died")
 
-    def checked(self, route: str, reply: Reply) -> bytes:
-        """Returns the body of a response with status 200."""
+    def checked(self, route: str, status: int, body: bytes) -> bytes:
+        """Returns the body of a response with status 200. Raises EngineError otherwise."""
         path = route.partition("?")[0]
-        if reply.status == 200:
-            return reply.body
-        if reply.status == 401:
+        if status == 200:
+            return body
+        if status == 401:
             raise EngineError(
                 f"{self.url} refuses rlgen's token; set the variable that engine.token_env names to the token of that server"
             )
-        if reply.status in (403, 404, 405) and path in FLAGS:
+        if status in (403, 404, 405) and path in FLAGS:
             raise EngineError(f"{self.url} has no {path}: start the server with {FLAGS[path]}, or by `rlgen serve`")
-        words = error_words(reply.body)
-        if reply.status >= 500 and path != "/collective_rpc":
-            raise ServerLost(self.url, f"failed at {path} with {reply.status}: {words}")
+        words = error_words(body)
+        if status >= 500 and path != "/collective_rpc":
+            raise ServerLost(self.url, f"failed at {path} with {status}: {words}")
         if path == "/collective_rpc" and "no attribute" in words:
             raise EngineError(f"{self.url}: {NOT_OURS}")
-        raise EngineError(f"{self.url} answered {path} with {reply.status}: {words}")
+        raise EngineError(f"{self.url} answered {path} with {status}: {words}")
 
 
-def receipt_of(url: str, heard: Sequence[Mapping[str, Any]], version: int) -> SyncReport:
-    """Returns the receipt of one server from the records of its workers; lists every tensor that any worker did not load.
+def report_of(url: str, heard: Sequence[Mapping[str, Any]], version: int) -> SyncReport:
+    """Returns the report of one server from the records of its workers; lists every tensor that any worker did not load.
 
     Raises EngineError if the workers received different weights.
     """

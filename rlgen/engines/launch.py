@@ -79,17 +79,18 @@ class ServerPlan:
         """Returns this process's environment without the variables of its launcher, with those that the server needs."""
         if not token:
             raise EngineError("a server needs a token; an empty one would leave it open")
+        foreign = FOREIGN_NAMES | vllm_compat.ENVIRONMENT.keys()
         kept = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in FOREIGN_NAMES | vllm_compat.ENVIRONMENT.keys() and not name.startswith(FOREIGN_PREFIXES)
+            name: value for name, value in os.environ.items() if name not in foreign and not name.startswith(FOREIGN_PREFIXES)
         }
         # The workers must import this copy of rlgen.
-        path = os.pathsep.join([str(Path(rlgen.__file__).parent.parent), *filter(None, [kept.get("PYTHONPATH")])])
-        kept |= {} if self.devices is None else {"CUDA_VISIBLE_DEVICES": self.devices}
-        kept |= {} if self.threads is None else {"OMP_NUM_THREADS": str(self.threads)}
+        kept["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(rlgen.__file__).parent.parent), kept.get("PYTHONPATH")]))
+        if self.devices is not None:
+            kept["CUDA_VISIBLE_DEVICES"] = self.devices
+        if self.threads is not None:
+            kept["OMP_NUM_THREADS"] = str(self.threads)
         needed = vllm_compat.server_environment(self.engine)
-        return {**kept, **needed, "PYTHONPATH": path, TOKEN_VARIABLE: token, PLAN_VARIABLE: self.engine.digest()}
+        return {**kept, **needed, TOKEN_VARIABLE: token, PLAN_VARIABLE: self.engine.digest()}
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:
@@ -118,9 +119,7 @@ class ServerProcess:
             start_timeout: seconds after which a restarted server must pass its health check.
             taken: ports that other servers will use, although they do not listen yet.
 
-        Raises:
-            SetupError: vLLM is not installed.
-            EngineError: the token is empty, or the address or port cannot be used.
+        Raises SetupError if vLLM is not installed, EngineError if the token is empty, or the address or port cannot be used.
         """
         vllm_compat.require_vllm()
         port = claim(plan.host, plan.port)
@@ -137,21 +136,19 @@ class ServerProcess:
         parent = tempfile.gettempdir()
         parent = parent if len(parent) <= LONGEST_PARENT else "/tmp"
         guard.sweep(parent)
-        folder = Path(tempfile.mkdtemp(prefix="rlgen-", dir=parent))
-        lock = guard.locked(str(folder))
-        environment |= {"TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": str(folder)}
-        command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(lock), str(folder), *self.plan.command()]
+        self._folder = tempfile.mkdtemp(prefix="rlgen-", dir=parent)
+        lock = guard.locked(self._folder)
+        command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(lock), self._folder, *self.plan.command()]
         with open_log(self.log) as output:
-            process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 command,
-                env=environment,
+                env={**environment, "TMPDIR": self._folder, "VLLM_RPC_BASE_PATH": self._folder},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C in the terminal must reach only this process
                 pass_fds=[lock],
             )
-        self._process, self._folder = process, folder
         self._lock: int | None = lock  # held until the server is stopped
 
     def restart(self) -> None:
@@ -200,12 +197,10 @@ class ServerProcess:
     def _end(self) -> None:
         """Ends all processes of the server and removes its folder."""
         family = self.processes()
-        if self.alive():
-            self._process.send_signal(signal.SIGTERM)
-            try:
-                self._process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_SECONDS)
+        self._process.kill()
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -214,7 +209,7 @@ class ServerProcess:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-            guard.sweep(str(self._folder.parent))  # removes the folder if the guard was killed before it could
+            guard.sweep(os.path.dirname(self._folder))  # removes the folder if the guard was killed before it could
 
     def processes(self) -> list[psutil.Process]:
         """Returns the server's processes: guard, HTTP server, engine, workers. Empty if the guard has ended."""
@@ -302,11 +297,10 @@ def reason(log: str) -> str:
     # "(EngineCore pid=3) ERROR 11-21 10:00:00 [core.py:12] ValueError: ..." -> "ValueError: ..."
     lines = [re.sub(r"^(\(\w+ pid=\d+\) )?([A-Z]+ [-\d]+ [:\d]+ \[[^\]]*\] ?)?", "", line).rstrip() for line in log.splitlines()]
     lines = [line for line in lines if line.strip()]
-    unknown = [line.partition("unrecognized arguments: ")[2] for line in lines if "unrecognized arguments: " in line]
-    if unknown:
-        return f"this vLLM has no argument {unknown[0]}; correct engine.extra, or use another version"
-    errors = [line for line in lines if re.match(r"([\w.]+\.)?\w*(Error|Exception|Interrupt)\b.*:|.*: error: ", line)]
-    errors = [line for line in errors if not line.startswith(HARMLESS)]
+    if unknown := re.search(r"unrecognized arguments: (.*)", log):
+        return f"this vLLM has no argument {unknown[1]}; correct engine.extra, or use another version"
+    found = [line for line in lines if re.match(r"([\w.]+\.)?\w*(Error|Exception|Interrupt)\b.*:|.*: error: ", line)]
+    errors = [line for line in found if not line.startswith(HARMLESS)]
     # The HTTP server's own error only says that the engine ended.
     causes = [line for line in errors if not re.search(r"See (stack trace|root cause) \(?above", line)] or errors
     return "; ".join(dict.fromkeys(causes[-2:] or lines[-3:])) or "its log is empty"

@@ -1,11 +1,9 @@
-"""Sends weights to servers on other GPUs directly from GPU to GPU, with vLLM's own transfer engine over NCCL.
+"""Sends weights to servers from GPU to GPU, with vLLM's own transfer engine over NCCL.
 
 The trainer is rank 0 of a process group; each worker of each server is another rank. A sync makes these calls, each to all
-servers at once:
+servers at once; each broadcast carries the bytes of as many tensors as fit into BUCKET_BYTES:
 
     rlgen_listen, /start_weight_update, (/update_weights while this side broadcasts), ..., /finish_weight_update, rlgen_heard
-
-Each broadcast carries one bucket: the bytes of as many tensors as fit into BUCKET_BYTES, one after the other.
 
 Two NCCL ranks cannot share a GPU. vLLM can share memory of one GPU between processes (IPC), but over HTTP only with pickled
 handles and VLLM_ALLOW_INSECURE_SERIALIZATION=1, with which anyone who can reach the server can run code there: rlgen never sets
@@ -17,7 +15,7 @@ The group has no token and no encryption: use it only in networks that you trust
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
 from itertools import accumulate
@@ -27,11 +25,11 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from rlgen.engines.base import SyncReport
-from rlgen.engines.http import ANSWER_SECONDS, Server, receipt_of
+from rlgen.engines.base import SyncReport, Weights
+from rlgen.engines.http import ANSWER_SECONDS, Server, report_of
 from rlgen.engines.launch import claim
 from rlgen.engines.vllm_weights import NcclEndpoint
-from rlgen.errors import EngineError, SetupError
+from rlgen.errors import EngineError
 from rlgen.recipe.rules import is_loopback
 
 BUCKET_BYTES = 1 << 28  # sent at a time; a larger tensor is sent alone
@@ -48,9 +46,7 @@ class Broadcast:
         connect: joins as rank 0, given host, port and number of ranks; waits until all have joined.
         timeout: seconds that each phase of a sync may take.
 
-    Raises:
-        SetupError: there is no GPU here.
-        EngineError: a server cannot receive weights over NCCL, or a rank did not join.
+    Raises EngineError if a server cannot receive weights over NCCL, or a rank did not join.
     """
 
     def __init__(
@@ -67,17 +63,17 @@ class Broadcast:
 
         def join(server: Server) -> None:
             info = {**common, "rank_offset": first_rank[server.url]}
-            self._post(server, "/init_weight_transfer_engine", {"init_info": info})
+            server.call("POST", "/init_weight_transfer_engine", {"init_info": info}, timeout)
 
         phase = f"joining a group of {world} at {host}:{port}"
-        self._endpoint = self._together(phase, join, lambda: connect(host, port, world))[TRAINER]
+        self._endpoint = self._together(phase, join, partial(connect, host, port, world))[TRAINER]
 
     @property
     def broken(self) -> bool:
         """Returns whether the group is closed, after an error or after `close`: it cannot send any more."""
         return self._endpoint is None
 
-    def send(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool) -> list[SyncReport]:
+    def send(self, weights: Weights, version: int, hashed: bool) -> list[SyncReport]:
         """Sends all weights and returns one receipt per server. The caller empties the servers' prefix caches.
 
         Raises EngineError if a phase failed or timed out; the group is then closed and cannot send any more.
@@ -86,15 +82,15 @@ class Broadcast:
             raise EngineError(f"engine.transfer nccl: an earlier sync failed; {RESTART}")
         try:
             self._together("rlgen_listen", lambda server: server.rpc("rlgen_listen", self._timeout, hashed=hashed))
-            self._together("/start_weight_update", lambda server: self._post(server, "/start_weight_update"))
+            self._post_to_all("/start_weight_update")
             for bucket in buckets((name, self._endpoint.ready(tensor)) for name, tensor in weights):
                 self._send_bucket(self._endpoint, bucket)
-            self._together("/finish_weight_update", lambda server: self._post(server, "/finish_weight_update"))
+            self._post_to_all("/finish_weight_update")
             heard = self._together("rlgen_heard", lambda server: server.rpc("rlgen_heard", self._timeout))
         except BaseException:
             self._leave()
             raise
-        return [receipt_of(server.url, heard[server.url], version) for server in self._servers]
+        return [report_of(server.url, heard[server.url], version) for server in self._servers]
 
     def _send_bucket(self, endpoint: NcclEndpoint, bucket: Mapping[str, Tensor]) -> None:
         """Posts to all servers while this rank broadcasts: each side waits for the other."""
@@ -106,15 +102,10 @@ class Broadcast:
             "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
             "shapes": [list(tensor.shape) for tensor in tensors],
         }
-        self._together(
-            "/update_weights",
-            lambda server: self._post(server, "/update_weights", {"update_info": info}),
-            lambda: endpoint.broadcast(packed(tensors)),
-        )
+        self._post_to_all("/update_weights", {"update_info": info}, lambda: endpoint.broadcast(bucket_bytes(tensors)))
 
-    def _post(self, server: Server, route: str, body: Mapping[str, Any] | None = None) -> None:
-        """Posts to one server, with the timeout of a phase."""
-        server.call("POST", route, body, self._timeout)
+    def _post_to_all(self, route: str, body: Any = None, ours: Callable[[], Any] | None = None) -> None:
+        self._together(route, lambda server: server.call("POST", route, body, self._timeout), ours)
 
     def _together(self, phase: str, call: Callable[[Server], Any], ours: Callable[[], Any] | None = None) -> dict[str, Any]:
         """Calls `call` with every server, and `ours`, at the same time. Returns the results by URL, that of `ours` by TRAINER.
@@ -123,7 +114,7 @@ class Broadcast:
         timeout passed.
         """
         calls = {server.url: partial(call, server) for server in self._servers} | ({TRAINER: ours} if ours else {})
-        futures = {who: started(call) for who, call in calls.items()}
+        futures = {who: in_thread(call) for who, call in calls.items()}
         # One second longer than the HTTP timeout, whose error says more.
         done, pending = wait(futures.values(), timeout=self._timeout + 1, return_when=FIRST_EXCEPTION)
         for who, future in futures.items():
@@ -148,14 +139,11 @@ class Broadcast:
         """Closes this rank's endpoint, in a thread with a timeout because it may hang."""
         endpoint, self._endpoint = self._endpoint, None
         if endpoint is not None:
-            wait([started(endpoint.close)], timeout=min(ANSWER_SECONDS, self._timeout))
+            wait([in_thread(endpoint.close)], timeout=min(ANSWER_SECONDS, self._timeout))
 
 
-def started(call: Callable[[], Any]) -> "Future[Any]":
-    """Returns the future of `call`, which runs in a daemon thread.
-
-    A call that hangs does not keep the process from ending, as a thread pool would.
-    """
+def in_thread(call: Callable[[], Any]) -> "Future[Any]":
+    """Runs `call` in a daemon thread: one that hangs does not keep the process from ending, as a thread pool would."""
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -168,7 +156,7 @@ def started(call: Callable[[], Any]) -> "Future[Any]":
     return future
 
 
-def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+def buckets(weights: Weights) -> Iterator[dict[str, Tensor]]:
     """Yields `weights` in buckets of at most BUCKET_BYTES; a larger tensor is a bucket of its own."""
     bucket: dict[str, Tensor] = {}
     size = 0
@@ -182,7 +170,7 @@ def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
         yield bucket
 
 
-def packed(tensors: Sequence[Tensor]) -> Tensor:
+def bucket_bytes(tensors: Sequence[Tensor]) -> Tensor:
     """Returns the bytes of contiguous tensors one after the other, as vLLM's workers unpack them."""
     return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
 
@@ -196,12 +184,6 @@ def workers_of(server: Server) -> int:
         flag = """--weight-transfer-config '{"backend": "nccl"}'"""
         raise EngineError(f"{server.url} takes no weights over NCCL: start it with {flag}, or by `rlgen serve` with this recipe")
     return len(told)
-
-
-def require_gpu() -> None:
-    """Raises SetupError if this process has no GPU."""
-    if not torch.cuda.is_available():
-        raise SetupError(NEEDS_GPU)
 
 
 def own_address(urls: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Opens the engine that a recipe names, and starts or connects to its servers."""
+"""Opens an engine, and starts or connects to its servers."""
 
 import math
 import os
@@ -15,23 +15,20 @@ import torch
 from rlgen.engines import vllm_compat, vllm_weights
 from rlgen.engines.base import Engine, model_shape
 from rlgen.engines.colocated import ColocatedEngine
-from rlgen.engines.fleet import Member, ServerPool
+from rlgen.engines.fleet import ServerPool, SharedServerPool
 from rlgen.engines.http import Server
 from rlgen.engines.launch import ServerPlan, ServerProcess, new_token, start_servers
-from rlgen.engines.nccl import Broadcast, own_address, require_gpu
+from rlgen.engines.nccl import NEEDS_GPU, Broadcast, own_address
 from rlgen.engines.plan import EnginePlan
 from rlgen.engines.server import ServerEngine
-from rlgen.engines.shared import SharedServerPool
 from rlgen.engines.transfer import FileTransfer
 from rlgen.engines.transformers import TransformersEngine
-from rlgen.errors import EngineError, SetupError, UsageError
+from rlgen.errors import SetupError, UsageError
 from rlgen.models.load import load_config, load_model, load_tokenizer
-from rlgen.models.memory_errors import memory_advice, memory_for
 from rlgen.models.vision import Vision, reads_images
 from rlgen.out_of_memory import GIB
 from rlgen.processes import Processes, cores
-from rlgen.recipe import Recipe
-from rlgen.recipe.engines import ColocatedEngineRecipe, ServerEngineRecipe, TransformersEngineRecipe
+from rlgen.recipe.engines import ColocatedEngineRecipe, EngineNeeds, ServerEngineRecipe, TransformersEngineRecipe
 from rlgen.recipe.rules import servers
 
 MIB = 1 << 20
@@ -39,8 +36,8 @@ PATIENCE = 10.0  # timeout of nvidia-smi in seconds
 QUERY = ("--query-compute-apps=pid,used_memory,process_name", "--format=csv,noheader,nounits")
 
 
-def build_engine(recipe: Recipe, location: str, processes: Processes, logs: Path, say: Callable[[str], None]) -> Engine:
-    """Opens the engine of `recipe` on the model at `location` (a folder or hub id). All processes call this at the same time.
+def build_engine(needs: EngineNeeds, location: str, processes: Processes, logs: Path, say: Callable[[str], None]) -> Engine:
+    """Opens the engine on the model at `location` (a folder or hub id). All processes call this at the same time.
 
     Servers write their output into the folder `logs`; `say` receives a line whenever one was recovered.
 
@@ -48,35 +45,33 @@ def build_engine(recipe: Recipe, location: str, processes: Processes, logs: Path
         SetupError: a package that the engine needs is not installed, or its GPU has too little free memory.
         EngineError: the engine did not start.
     """
-    settings = recipe.engine
+    settings, model = needs.engine, needs.model
     if isinstance(settings, ColocatedEngineRecipe):
         if processes.device.type == "cuda":
             share = settings.gpu_memory_utilization or vllm_compat.GPU_SHARE
             processes.run_all(lambda: require_free(processes.device, share, settings.kv_cache_gib))
-        return ColocatedEngine(EnginePlan.of(recipe, location), wait=processes.timeout if processes.world > 1 else None)
+        return ColocatedEngine(EnginePlan.of(needs, location), wait=processes.timeout if processes.world > 1 else None)
     if isinstance(settings, ServerEngineRecipe):
-        opened = partial(open_servers, recipe, settings, location, logs, say)
+        opened = partial(open_servers, needs, settings, location, logs, say)
         pool = SharedServerPool(processes, opened) if processes.world > 1 else opened()
-        return ServerEngine(pool, 1 + recipe.rollout.async_steps)
+        return ServerEngine(pool, 1 + needs.rollout.async_steps)
     if not isinstance(settings, TransformersEngineRecipe):
         assert_never(settings)  # mypy: an engine of the recipe that nothing opens
-    dtype = getattr(torch, settings.dtype or recipe.model.dtype)
-    with memory_for("the engine's start", memory_advice(recipe, "load"), EngineError):
-        model = load_model(location, recipe.model.revision, dtype, recipe.model.attention, processes.device)
-    vision = Vision.open(location, recipe.model.revision, model.config) if reads_images(model.config) else None
+    dtype = getattr(torch, settings.dtype or model.dtype)
+    loaded = load_model(location, model.revision, dtype, model.attention, processes.device)
     return TransformersEngine(
-        model=model,
-        fp32_head=recipe.model.fp32_head,
+        model=loaded,
+        fp32_head=model.fp32_head,
         max_num_seqs=settings.max_num_seqs,
-        vision=vision,
-        tokenizer=load_tokenizer(location, recipe.model.revision) if recipe.rollout.stop else None,
+        vision=Vision.open(location, model.revision, loaded.config) if reads_images(loaded.config) else None,
+        tokenizer=load_tokenizer(location, model.revision) if needs.rollout.stop else None,
     )
 
 
 def open_servers(
-    recipe: Recipe, settings: ServerEngineRecipe, location: str, logs: Path, say: Callable[[str], None]
+    needs: EngineNeeds, settings: ServerEngineRecipe, location: str, logs: Path, say: Callable[[str], None]
 ) -> ServerPool:
-    """Connects to the servers that the recipe names, or starts them.
+    """Connects to the servers that `settings` name, or starts them.
 
     Raises:
         SetupError: the token's variable is not set, there is no GPU for nccl, or several servers would use the same GPUs.
@@ -91,62 +86,58 @@ def open_servers(
             f" {settings.url}, which `rlgen serve` wrote to a file"
         )
     token = token or new_token()
-    if settings.transfer == "nccl":
-        require_gpu()
+    if settings.transfer == "nccl" and not torch.cuda.is_available():
+        raise SetupError(NEEDS_GPU)
     with ExitStack() as undo:
         carrier: FileTransfer | Broadcast | None = FileTransfer(settings.transfer_dir) if settings.transfer == "files" else None
         if carrier is not None:
             undo.callback(carrier.close)
-        processes = launched(recipe, settings, location, token, logs) if settings.launch else []
-        for process in processes:
-            undo.callback(process.stop)
-        members = [Member(Server(process.url, token, settings.timeout), process) for process in processes]
-        members += [Member(Server(url, token, settings.timeout, again=True), None) for url in servers(settings)]
+        pool = [Server(url, token, settings.timeout, again=True) for url in servers(settings)]
+        processes: dict[str, ServerProcess] = {}
+        if settings.launch:
+            plans = server_plans(needs, location)
+            files = [logs / ("server.log" if len(plans) == 1 else f"server{number}.log") for number in range(len(plans))]
+            for process in start_servers(plans, token, files, settings.start_timeout):
+                undo.callback(process.stop)
+                processes[process.url] = process
+                pool.append(Server(process.url, token, settings.timeout))
         if carrier is None:
-            at = own_address([member.server.url for member in members])
-            carrier = Broadcast([m.server for m in members], at, vllm_weights.nccl_connector(), settings.timeout)
+            at = own_address([server.url for server in pool])
+            carrier = Broadcast(pool, at, vllm_weights.nccl_connector(), settings.timeout)
             undo.callback(carrier.close)
-        fleet = ServerPool(
-            members=members,
-            shape=model_shape(load_config(location, recipe.model.revision)),
-            in_flight=recipe.in_flight,
+        opened = ServerPool(
+            servers=pool,
+            processes=processes,
+            shape=model_shape(load_config(location, needs.model.revision)),
+            in_flight=needs.in_flight,
             merges=settings.lora == "adapter",
             restarts=settings.restarts,
             carrier=carrier,
             say=say,
         )
         undo.pop_all()
-    return fleet
+    return opened
 
 
-def launched(recipe: Recipe, settings: ServerEngineRecipe, location: str, token: str, logs: Path) -> list[ServerProcess]:
-    """Starts the servers that the recipe asks for, all at the same time.
+def server_plans(needs: EngineNeeds, location: str) -> list[ServerPlan]:
+    """Returns one plan for each server to start, each with its own port, and its own GPUs or share of the cores.
 
-    Raises as `start_servers`, and SetupError if several servers would use the same GPUs.
+    Raises UsageError if engine.kind is not server, and SetupError if several servers would use the same GPUs.
     """
-    plans = server_plans(recipe, location)
-    if len(plans) > 1 and plans[0].engine.on_gpu and plans[0].devices is None:
-        size = len(plans) * settings.tensor_parallel_size
-        raise SetupError(
-            f"engine.servers {len(plans)}: the servers would all use the same GPU; set engine.devices to the numbers of {size}"
-            f" GPUs, such as {list(range(size))}, which are divided among the servers"
-        )
-    files = [logs / ("server.log" if len(plans) == 1 else f"server{number}.log") for number in range(len(plans))]
-    return start_servers(plans, token, files, settings.start_timeout)
-
-
-def server_plans(recipe: Recipe, location: str) -> list[ServerPlan]:
-    """Returns one plan for each server that a recipe asks for, each with its own port, and its own GPUs or share of the cores.
-
-    Raises UsageError if engine.kind is not server.
-    """
-    plan, settings = EnginePlan.of(recipe, location), recipe.engine
+    plan, settings = EnginePlan.of(needs, location), needs.engine
     if not isinstance(settings, ServerEngineRecipe):
         raise UsageError(f"engine.kind {settings.kind} has no server; set it to server")
+    if settings.servers > 1 and plan.on_gpu and settings.devices is None:
+        size = settings.servers * settings.tensor_parallel_size
+        raise SetupError(
+            f"engine.servers {settings.servers}: the servers would all use the same GPU; set engine.devices to the numbers of"
+            f" {size} GPUs, such as {list(range(size))}, which are divided among the servers"
+        )
     # Two servers that each have a thread for every core wait for each other: they load weights in 2.6 times the time of one. With
     # `rollout.stream` the trainer works at the same time, on half of the cores, see `setup.train_state.build_groups`.
-    shared = (settings.servers > 1 or recipe.rollout.stream) and not plan.on_gpu and "OMP_NUM_THREADS" not in os.environ
-    free = cores() - cores() // 2 if recipe.rollout.stream else cores()
+    stream = needs.rollout.stream
+    shared = (settings.servers > 1 or stream) and not plan.on_gpu and "OMP_NUM_THREADS" not in os.environ
+    free = cores() - cores() // 2 if stream else cores()
     return [
         ServerPlan(
             engine=plan,

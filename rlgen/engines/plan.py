@@ -13,10 +13,9 @@ import torch
 from rlgen.errors import UsageError
 from rlgen.models.load import load_config
 from rlgen.models.memory import cache_elements, keeps_states
-from rlgen.recipe import Recipe
-from rlgen.recipe.engines import ColocatedEngineRecipe, VllmRecipe
+from rlgen.out_of_memory import GIB
+from rlgen.recipe.engines import ColocatedEngineRecipe, EngineNeeds, VllmRecipe
 
-GIB = 1 << 30
 CPU_KV_LIMIT = 4 * GIB  # largest KV cache on the CPU if the recipe does not set its size
 CPU_STATES = GIB  # least KV cache on the CPU for a model with states, whose size only vLLM knows
 CPU_BLOCK = 128  # tokens of a KV block on the CPU
@@ -61,37 +60,34 @@ class EnginePlan:
     image_token: int | None = None  # id of an image's placeholder; None: prompts have no images
 
     @classmethod
-    def of(cls, recipe: Recipe, location: str) -> "EnginePlan":
-        """Returns the plan for the engine of `recipe` with the model at `location`. Several servers each get this plan.
+    def of(cls, needs: EngineNeeds, location: str) -> "EnginePlan":
+        """Returns the plan of an engine with the model at `location`. Several servers each get this plan.
 
         Raises UsageError if the engine does not use vLLM.
         """
-        settings = recipe.engine
+        settings, model = needs.engine, needs.model
         if not isinstance(settings, VllmRecipe):
             raise UsageError(f"engine.kind {settings.kind} runs without vLLM; set it to colocated or server")
-        here = settings if isinstance(settings, ColocatedEngineRecipe) else None
-        under_way = recipe.samples_per_step * max(1, recipe.rollout.async_steps)
-        samples = -(-under_way // settings.copies)
         return cls(
             model=location,
-            revision=recipe.model.revision,
-            dtype=settings.dtype or recipe.model.dtype,
-            fp32_head=recipe.model.fp32_head,
-            max_model_len=settings.max_model_len or recipe.engine_row_tokens,
-            max_num_seqs=min(settings.max_num_seqs, samples),
+            revision=model.revision,
+            dtype=settings.dtype or model.dtype,
+            fp32_head=model.fp32_head,
+            max_model_len=settings.max_model_len or needs.row_tokens,
+            max_num_seqs=min(settings.max_num_seqs, -(-needs.samples // settings.copies)),
             kv_cache_gib=settings.kv_cache_gib,
             gpu_memory_utilization=settings.gpu_memory_utilization,
             tensor_parallel_size=settings.tensor_parallel_size,
             sleep=settings.sleeps,
             model_impl=settings.model_impl,
             quantization=settings.quantization,
-            structured_outputs=here is not None and here.structured_regex is not None,
+            structured_outputs=isinstance(settings, ColocatedEngineRecipe) and settings.structured_regex is not None,
             enforce_eager=settings.enforce_eager,
             extra=settings.extra,
             on_gpu=torch.cuda.is_available(),
             vllm=vllm_version(),
-            stops_at_text=bool(recipe.rollout.stop),
-            image_token=load_config(location, recipe.model.revision).image_token_id if recipe.data.columns.images else None,
+            stops_at_text=bool(needs.rollout.stop),
+            image_token=load_config(location, model.revision).image_token_id if needs.images else None,
         )
 
     @property
@@ -102,7 +98,7 @@ class EnginePlan:
     def digest(self) -> str:
         """Returns a digest of vLLM's version and of every setting that affects completions."""
         decides = {name: value for name, value in asdict(self).items() if name not in UNDECIDING}
-        return digest_of({**decides, "enforce_eager": self.eager})
+        return settings_digest({**decides, "enforce_eager": self.eager})
 
     def kv_cache_bytes(self) -> int | None:
         """Returns the size of the KV cache in bytes, or None if vLLM takes what its share of the GPU leaves.
@@ -122,7 +118,7 @@ class EnginePlan:
         return keeps_states(load_config(self.model, self.revision))
 
 
-def digest_of(settings: Mapping[str, Any]) -> str:
+def settings_digest(settings: Mapping[str, Any]) -> str:
     """Returns a digest of named settings that does not depend on their order: 16 hex digits of a SHA-256."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=repr).encode()).hexdigest()[:16]
 

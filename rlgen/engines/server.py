@@ -2,24 +2,26 @@
 
 import asyncio
 import threading
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
-from torch import Tensor
+import msgspec
 
 from rlgen.engines import client
-from rlgen.engines.base import EngineCapabilities, EngineInfo, Finished, SyncReport
-from rlgen.engines.fleet import ServerPool
-from rlgen.engines.further import FollowUpQueue
+from rlgen.engines.answer import JSON_ROUTE, ROUTE, read_answer, read_prefilled
+from rlgen.engines.base import EngineCapabilities, EngineInfo, Finished, FollowUpQueue, Pending, SyncReport, Weights
+from rlgen.engines.client import OpenRequests
+from rlgen.engines.fleet import ServerPool, SharedServerPool
 from rlgen.engines.http import connections
-from rlgen.engines.shared import SharedServerPool
+from rlgen.engines.vllm_compat import sampling_arguments
 from rlgen.errors import ServerLost
 from rlgen.types import Completion, Ids, Image, LogProbs, Request, Sampling
 
 
 @dataclass(slots=True, kw_only=True)
-class Call:
+class SamplingCall:
     """One call of `ServerEngine.generate`: it outlives the servers that are lost meanwhile."""
 
     waiting: dict[int, Request]  # by index; those that are not answered
@@ -97,7 +99,7 @@ class ServerEngine:
         finished: Finished | None = None,
         further: FollowUpQueue | None = None,
     ) -> list[Completion]:
-        call = Call(waiting=dict(enumerate(requests)), finished=finished, further=further)
+        call = SamplingCall(waiting=dict(enumerate(requests)), finished=finished, further=further)
         while call.goes_on:
             before = self._keeper.brought_back
             try:
@@ -108,29 +110,27 @@ class ServerEngine:
                 self._keeper.recover(lost, before)
         return [call.answers[place] for place in range(len(call.answers))]
 
-    async def _sample(self, call: Call, sampling: Sampling) -> None:
+    async def _sample(self, call: SamplingCall, sampling: Sampling) -> None:
         """Samples all requests, also those that are added. Raises EngineError soon after the engine is closed."""
+        shared = sampling_arguments(sampling, held=not self._keeper.in_flight)
 
-        def salt() -> str:
-            held = self._keeper.held
-            return f"{held.run}.{held.version}.{held.syncs}"
+        async def ask(line: OpenRequests, asked: tuple[int, Request]) -> None:
+            (place, request), server, held = asked, line.server, self._keeper.held
+            body = {
+                "token_ids": request.prompt_ids.tolist(),
+                "sampling_params": {**shared, "seed": request.seed, "max_tokens": sampling.limit_of(request)},
+                "cache_salt": f"{held.run}.{held.version}.{held.syncs}",  # activations of other weights are not used
+                "return_token_ids": True,
+            }
+            raw = await line.post(ROUTE if server.arrays else JSON_ROUTE, msgspec.json.encode(body))
+            call.arrived(place, read_answer(raw, server.arrays, server.url, lambda label: self._version_of(label, server.url)))
 
         if call.further is not None:
             loop, call.event = asyncio.get_running_loop(), asyncio.Event()
             call.further.call(lambda: loop.call_soon_threadsafe(call.event.set))
         try:
-            await client.sample(
-                self._keeper.servers,
-                dict(call.waiting),
-                sampling,
-                salt,
-                self._version_of,
-                call.arrived,
-                self._connections,
-                call.more,
-                not self._keeper.in_flight,
-                self._closed,
-            )
+            waiting = list(call.waiting.items())
+            await client.each(self._keeper.servers, self._connections, waiting, ask, call.more, self._closed)
         finally:
             if call.further is not None:
                 call.further.call(None)
@@ -142,21 +142,25 @@ class ServerEngine:
             raise ServerLost(url, f"has weights {label!r}, not those of this run: it was restarted, or another run uses it")
         return int(version)
 
-    def submit(
-        self,
-        requests: Sequence[Request],
-        sampling: Sampling,
-        finished: Finished | None = None,
-        further: FollowUpQueue | None = None,
-    ) -> Future[list[Completion]]:
-        """Runs `generate` in the background and returns its future. Calls beyond `calls` wait."""
-        return self._background.submit(self.generate, requests, sampling, finished, further)
+    def submit(self, *asked: Any) -> Pending:
+        """Runs `generate` in the background. Calls beyond `calls` wait."""
+        return self._background.submit(self.generate, *asked)
 
     def prefill_logp(self, rows: Sequence[tuple[Ids, Ids]], images: Sequence[tuple[Image, ...]] = ()) -> list[LogProbs]:
         assert not any(images)  # the recipe refuses them
-        return asyncio.run(client.prefill(self._keeper.servers, rows, self._connections))
+        found: dict[int, LogProbs] = {}
+        params = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
 
-    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> SyncReport:
+        async def ask(line: OpenRequests, place: int) -> None:
+            prompt_ids, completion_ids = rows[place]
+            ids = [*prompt_ids.tolist(), *completion_ids.tolist()]
+            raw = await line.post(JSON_ROUTE, msgspec.json.encode({"token_ids": ids, "sampling_params": params}))
+            found[place] = read_prefilled(raw, ids, len(prompt_ids), line.server.url)
+
+        asyncio.run(client.each(self._keeper.servers, self._connections, range(len(rows)), ask))
+        return [found[place] for place in range(len(rows))]
+
+    def sync(self, weights: Weights, version: int, hashed: bool = False) -> SyncReport:
         return self._keeper.sync(weights, version, hashed)
 
     @property

@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -22,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlgen.engines import guard
+from rlgen.engines.base import Weights
 from rlgen.errors import EngineError
 
 SHARED_MEMORY = "/dev/shm"
@@ -38,26 +38,25 @@ class FileTransfer:
     Args:
         parent: a folder with the same path on the servers; None: shared memory, for servers on this machine.
 
-    Raises:
-        EngineError: `parent` is not a folder.
+    Raises EngineError if `parent` is not a folder.
     """
 
     def __init__(self, parent: str | None) -> None:
         place = Path(parent or SHARED_MEMORY)
         if not place.is_dir():
             raise EngineError(f"engine.transfer_dir: {place} is not a folder; set it to one that trainer and servers share")
-        sweep(place)
+        sweep_weights(place)
         self._place = Path(tempfile.mkdtemp(prefix=f"rlgen-{HOST}-{os.getpid()}-", dir=place))
         try:
             self._lock: int | None = guard.locked(str(self._place))  # held until this process ends
-        except OSError:  # a file system without locks: `sweep` then uses the process id in the name
+        except OSError:  # a file system without locks: `sweep_weights` then uses the process id in the name
             self._lock = None
         command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(self._place)]
         self._guard = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
         self._written = 0
         self.current: Path | None = None
 
-    def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Path:
+    def write(self, weights: Weights, version: int) -> Path:
         """Writes `weights` to a new folder in place of the current one, and returns it: `current`, once it is loaded.
 
         Raises EngineError if the files cannot be written, for example because the disk is full.
@@ -106,7 +105,7 @@ class FileTransfer:
             self._lock = None
 
 
-def sweep(place: Path) -> None:
+def sweep_weights(place: Path) -> None:
     """Removes the folders of trainers of this machine that were killed together with their guards."""
     for left in place.iterdir():
         ours = re.fullmatch(rf"rlgen-{re.escape(HOST)}-(\d+)-[a-z0-9_]{{8}}", left.name)

@@ -1,6 +1,6 @@
 """Samples with transformers alone: the fallback where vLLM does not run, and the reference to compare it with."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -8,9 +8,18 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlgen.engines.base import EngineCapabilities, EngineInfo, Finished, Settings, SyncRecorder, SyncReport, wider_parameters
-from rlgen.engines.further import FollowUpQueue
-from rlgen.engines.plan import digest_of
+from rlgen.engines.base import (
+    EngineCapabilities,
+    EngineInfo,
+    Finished,
+    FollowUpQueue,
+    Settings,
+    SyncRecorder,
+    SyncReport,
+    Weights,
+    wider_parameters,
+)
+from rlgen.engines.plan import settings_digest
 from rlgen.errors import EngineError, SetupError
 from rlgen.losses.logp import head_dtype, log_softmax
 from rlgen.models.decoder import decoder_of
@@ -33,8 +42,7 @@ class TransformersEngine:
         max_num_seqs: completions decoded at the same time.
         vision: embeds the images of prompts; None: the model reads none.
 
-    Raises:
-        SetupError: the model's code cannot decode a batch with a cache.
+    Raises SetupError if the model's code cannot decode a batch with a cache.
     """
 
     def __init__(
@@ -46,12 +54,8 @@ class TransformersEngine:
         vision: Vision | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        self._model = model.requires_grad_(False)
-        self._head = LmHead.of(model)
-        self._fp32_head = fp32_head
-        self._max_num_seqs = max_num_seqs
-        self._vision = vision
-        self._tokenizer = tokenizer
+        self._model, self._head, self._fp32_head = model.requires_grad_(False), LmHead.of(model), fp32_head
+        self._max_num_seqs, self._vision, self._tokenizer = max_num_seqs, vision, tokenizer
         self._version = 0
         self._try_decoding()
 
@@ -71,7 +75,7 @@ class TransformersEngine:
         multiplied = head_dtype(torch.empty(0, dtype=model.dtype), self._fp32_head)
         return EngineInfo(
             engine=f"transformers {transformers.__version__}",
-            plan=digest_of(decides),
+            plan=settings_digest(decides),
             model=model.name_or_path,
             revision=None,
             settings=Settings(
@@ -109,33 +113,26 @@ class TransformersEngine:
         further: FollowUpQueue | None = None,
     ) -> list[Completion]:
         completions: dict[int, Completion] = {}
-        self._round(dict(enumerate(requests)), sampling, completions, finished)
-        while further is not None and (more := further.wait(whole=True)):
+        arrived = dict(enumerate(requests))
+        while True:
+            # Prompts of similar length share a batch, to save left padding.
+            order = sorted(arrived, key=lambda i: len(arrived[i].prompt_ids))
+            for start in range(0, len(order), self._max_num_seqs):
+                rows = order[start : start + self._max_num_seqs]
+                less = [f"an engine.max_num_seqs below {len(rows)}", "a lower rollout.max_completion_tokens"]
+                with memory_for(f"sampling {len(rows)} completions at a time", less, EngineError):
+                    for row, answer in self._decode([arrived[i] for i in rows], sampling):
+                        completions[rows[row]] = answer
+                        if finished:
+                            finished(rows[row], answer)
+            more = further.wait(whole=True) if further is not None else []
+            if not more:
+                return [completions[i] for i in range(len(completions))]
             # The composition of a batch affects the last bits of each row, so it must not depend on the order of arrival.
-            numbered = sorted(enumerate(more, len(completions)), key=lambda item: item[1].seed)
-            self._round(dict(numbered), sampling, completions, finished)
-        return [completions[i] for i in range(len(completions))]
+            arrived = dict(sorted(enumerate(more, len(completions)), key=lambda item: item[1].seed))
 
-    def _round(
-        self, requests: dict[int, Request], sampling: Sampling, completions: dict[int, Completion], finished: Finished | None
-    ) -> None:
-        """Decodes `requests`, by index, in batches, and adds their completions to `completions`."""
-        # Prompts of similar length share a batch, to save left padding.
-        order = sorted(requests, key=lambda i: len(requests[i].prompt_ids))
-        for start in range(0, len(order), self._max_num_seqs):
-            rows = order[start : start + self._max_num_seqs]
-
-            def ended(row: int, answer: Completion, rows: list[int] = rows) -> None:
-                completions[rows[row]] = answer
-                if finished:
-                    finished(rows[row], answer)
-
-            less = [f"an engine.max_num_seqs below {len(rows)}", "a lower rollout.max_completion_tokens"]
-            with memory_for(f"sampling {len(rows)} completions at a time", less, EngineError):
-                self._decode([requests[i] for i in rows], sampling, ended)
-
-    def _decode(self, requests: list[Request], sampling: Sampling, ended: Finished) -> None:
-        """Decodes one batch, and calls `ended` with each row's completion as soon as it is finished."""
+    def _decode(self, requests: list[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
+        """Decodes one batch, and yields each row's number and completion as soon as it is finished."""
         device = self._model.device
         left, ids, attended = padded_on_the_left(requests, device)
         ends = [sampling.limit_of(request) for request in requests]
@@ -146,15 +143,14 @@ class TransformersEngine:
         tokens = torch.zeros(len(requests), longest, dtype=torch.int32, device=device)
         logps = torch.zeros(len(requests), longest, device=device)
 
-        def end(row: int, length: int, reason: FinishReason) -> None:
-            answer = Completion(
+        def ended(row: int, length: int, reason: FinishReason) -> tuple[int, Completion]:
+            return row, Completion(
                 token_ids=tokens[row, :length].cpu().numpy().copy(),
                 logp=logps[row, :length].cpu().numpy().copy(),
                 finish_reason=reason,
                 spans=one_span(length, self._version),
                 prompt_ids=requests[row].prompt_ids,
             )
-            ended(row, answer)
 
         running = torch.arange(len(requests), device=device)  # rows still being decoded; finished ones are removed
         positions = (attended.cumsum(-1) - 1).clamp(min=0)
@@ -176,11 +172,11 @@ class TransformersEngine:
                 ended_by_text = [self._completes(tokens[row, : step + 1], sampling.stop) for row in running.tolist()]
                 stopped |= torch.tensor(ended_by_text, device=device)
             for row in running[stopped].tolist():
-                end(row, step + 1, "stop")
+                yield ended(row, step + 1, "stop")
             if step + 1 in some_end:
                 full = limits[running] == step + 1
                 for row in running[full & ~stopped].tolist():
-                    end(row, step + 1, "length")
+                    yield ended(row, step + 1, "length")
                 stopped |= full
             keep = (~stopped).nonzero()[:, 0]
             if len(keep) == 0:
@@ -218,7 +214,7 @@ class TransformersEngine:
         return answers
 
     @torch.no_grad()
-    def sync(self, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> SyncReport:
+    def sync(self, weights: Weights, version: int, hashed: bool = False) -> SyncReport:
         own, ledger = own_tensors(self._model), SyncRecorder(hashed)
         missing = set(own)
         for name, tensor in model_tensors(self._model, ledger.record(weights)):

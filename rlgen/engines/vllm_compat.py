@@ -99,22 +99,18 @@ def exact_products(plan: "EnginePlan") -> dict[str, str]:
 
 def server_environment(plan: "EnginePlan") -> dict[str, str]:
     """Returns the environment variables that a server started by rlgen needs."""
-    both = {
+    names = ["VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"]
+    if not plan.on_gpu:
+        # Engine and worker in one process, where possible: ready 5 s sooner, 700 MB and one queue less.
+        names += ["VLLM_CPU_ATTN_SPLIT_KV", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_ENABLE_V1_MULTIPROCESSING"]
+    found = {
         "VLLM_SERVER_DEV_MODE": "1",  # routes that pause, and that call methods of the workers
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
+        **{name: ENVIRONMENT[name] for name in names},
         **LOOPBACK,
         **exact_products(plan),
     }
-    cpu = {
-        "VLLM_CPU_ATTN_SPLIT_KV": ENVIRONMENT["VLLM_CPU_ATTN_SPLIT_KV"],
-        "VLLM_CPU_OMP_THREADS_BIND": ENVIRONMENT["VLLM_CPU_OMP_THREADS_BIND"],
-        # Engine and worker in one process, where possible: ready 5 s sooner, 700 MB and one queue less.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # Otherwise asking for log-probs compiles a count of token ranks that rlgen does not read.
-        "TORCHDYNAMO_DISABLE": "1",
-    }
-    return both if plan.on_gpu else both | cpu
+    # Otherwise asking for log-probs compiles a count of token ranks that rlgen does not read.
+    return found if plan.on_gpu else {**found, "TORCHDYNAMO_DISABLE": "1"}
 
 
 @contextmanager
@@ -317,27 +313,35 @@ def subclasses(cls: Any) -> Iterator[Any]:
         yield from subclasses(child)
 
 
+def sampling_arguments(sampling: Sampling, held: bool) -> dict[str, Any]:
+    """Returns the arguments of vLLM's `SamplingParams`, except a request's seed and limit: every one that affects sampling.
+
+    vLLM then returns ids only, one log-prob per token, and keeps stop ids in the output. `held`: see `HELD`.
+    """
+    return {
+        "n": 1,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "stop_token_ids": list(sampling.stop_ids),
+        "stop": list(sampling.stop),
+        "logprobs": 0,
+        "detokenize": bool(sampling.stop),
+        "extra_args": {HELD: held},
+    }
+
+
 def sampling_params(vllm: Any, request: Request, sampling: Sampling) -> Any:
-    """Returns vLLM's settings for one completion: ids only, one log-prob per token, stop ids kept in the output."""
-    structured = None
+    """Returns vLLM's settings for one completion of an engine in this process."""
+    own: dict[str, Any] = {"seed": request.seed, "max_tokens": sampling.limit_of(request), "flat_logprobs": True}
     if sampling.regex is not None:
-        structured = importlib.import_module("vllm.sampling_params").StructuredOutputsParams(regex=sampling.regex)
-    return vllm.SamplingParams(
-        n=1,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        max_tokens=sampling.limit_of(request),
-        seed=request.seed,
-        stop_token_ids=list(sampling.stop_ids),
-        stop=list(sampling.stop),
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=bool(sampling.stop),
-        structured_outputs=structured,
-        extra_args={HELD: True},
-    )
+        params = importlib.import_module("vllm.sampling_params")
+        own["structured_outputs"] = params.StructuredOutputsParams(regex=sampling.regex)
+    return vllm.SamplingParams(**sampling_arguments(sampling, held=True), **own)
 
 
 @contextmanager
@@ -371,16 +375,11 @@ def each_as_it_finishes(llm: Any, finished: Callable[[int, Any], None], further:
 async def completed(engine: Any, prompt: Mapping[str, Any], params: Mapping[str, Any], request_id: str) -> Any:
     """Returns the whole output for one request from vLLM's `EngineClient`. Cancelling the call aborts the request.
 
-    The prompt is as in `prompts_of`; `params` are arguments of vLLM's `SamplingParams`.
+    The prompt is as in `vllm_prompts`; `params` are arguments of vLLM's `SamplingParams`.
     """
     sampling = importlib.import_module("vllm.sampling_params")
-    whole = sampling.RequestOutputKind.FINAL_ONLY
-    output = None
-    async for output in engine.generate(  # noqa: B007  the last output is the complete one
-        prompt, sampling.SamplingParams(**params, flat_logprobs=True, output_kind=whole), request_id
-    ):
-        pass
-    return output
+    asked = sampling.SamplingParams(**params, flat_logprobs=True, output_kind=sampling.RequestOutputKind.FINAL_ONLY)
+    return [output async for output in engine.generate(prompt, asked, request_id)][-1]
 
 
 def is_refusal(error: Exception) -> bool:
@@ -415,13 +414,11 @@ def facts(vllm: Any, plan: str, model_config: Any, cache_config: Any, model: nn.
 def runner_of(worker: Any) -> str:
     """Returns which of vLLM's two model runners a worker has, `V1` or `V2`: each has sampling code of its own."""
     # V2 and the classes that platforms derive from it are in one package for each kind of device; V1 is in one file.
-    found = any(
-        re.match(r"vllm\.v1\.worker\.[a-z]+\.model_runner$", kind.__module__) for kind in type(worker.model_runner).__mro__
-    )
-    return "V2" if found else "V1"
+    modules = [kind.__module__ for kind in type(worker.model_runner).__mro__]
+    return "V2" if any(re.match(r"vllm\.v1\.worker\.[a-z]+\.model_runner$", module) for module in modules) else "V1"
 
 
-def prompts_of(requests: Sequence[Request], salt: str) -> list[dict[str, Any]]:
+def vllm_prompts(requests: Sequence[Request], salt: str) -> list[dict[str, Any]]:
     """Returns the requests as vLLM prompts, with `salt` in each one's prefix-cache key.
 
     The salt keeps cached activations of one weight version from being used with another if the cache is not emptied.
@@ -438,12 +435,12 @@ def with_images(prompts: list[dict[str, Any]], images: Sequence[Sequence[Image]]
     shown = {digest: decoded(data) for digest, data in opened.items()}
     made: list[dict[str, Any]] = []
     for prompt, own in zip(prompts, images, strict=True):
-        if not own:
-            made.append(prompt)
-            continue
-        assert token is not None  # the recipe names images
-        digests = [image.sha256 for image in own]
-        with_ids = {**prompt, "prompt_token_ids": with_placeholders(prompt["prompt_token_ids"], own, token)}
-        data = {"image": [shown[digest] for digest in digests]}
-        made.append({**with_ids, "multi_modal_data": data, "multi_modal_uuids": {"image": digests}})
+        more: dict[str, Any] = {}
+        if own:
+            assert token is not None  # the recipe names images
+            digests = [image.sha256 for image in own]
+            more["prompt_token_ids"] = with_placeholders(prompt["prompt_token_ids"], own, token)
+            more["multi_modal_data"] = {"image": [shown[digest] for digest in digests]}
+            more["multi_modal_uuids"] = {"image": digests}
+        made.append({**prompt, **more})
     return made

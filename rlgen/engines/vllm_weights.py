@@ -1,25 +1,23 @@
 """Replaces the weights of vLLM's model, and sends weights to its servers: the part of `vllm_compat` that concerns weights."""
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rlgen.engines.base import SyncRecorder
+from rlgen.engines.base import SyncRecorder, Weights
 from rlgen.engines.vllm_compat import import_vllm, process_kept_as_is
 from rlgen.errors import EngineError, SetupError
-
-Weights: TypeAlias = Iterable[tuple[str, Tensor]]
 
 
 def load_into(model: nn.Module, model_config: Any, reload: Callable[[Weights], None], weights: Weights) -> tuple[str, ...]:
     """Replaces all weights of vLLM's `model`, in the process that holds the model. `weights` have the checkpoint's names.
 
-    The caller must empty the prefix cache afterwards, because it was computed with the old weights. After an exception some
-    weights are new and some old; only another complete load repairs that.
+    The caller must empty the prefix cache afterwards. After an exception some weights are new and some old; only another complete
+    load repairs that.
 
     `reload` is vLLM's own `reload_weights`, which loads, packs and quantises as at the start. Returns the engine's own names of
     tensors that the loader did not fill; none for a quantised model, whose tensors are loaded under other names than held.
@@ -63,7 +61,7 @@ def listen(model: nn.Module, ledger: SyncRecorder | None = None) -> None:
     aliases = {name: same for same in names.values() for name in same}
     missed = set(aliases)
 
-    def heard(weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
+    def heard(weights: Weights) -> set[str] | None:
         loaded: set[str] | None = load(ledger.record(weights) if ledger else weights)  # type: ignore[operator]
         if loaded is None:  # this loader does not report what it filled
             missed.clear()
@@ -93,12 +91,11 @@ def load_weights(llm: Any, weights: Weights) -> tuple[str, ...]:
 
     Raises EngineError if the prefix cache could not be emptied.
     """
-    not_loaded = load_into(
-        model_in(llm),
-        llm.llm_engine.model_config,
-        lambda tensors: llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors}),
-        weights,
-    )
+
+    def reload(tensors: Weights) -> None:
+        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
+
+    not_loaded = load_into(model_in(llm), llm.llm_engine.model_config, reload, weights)
     # The reload has emptied the worker's cache of embedded images, but the scheduler still relies on its contents.
     if hasattr(llm.llm_engine, "reset_encoder_cache"):
         llm.llm_engine.reset_encoder_cache()
@@ -155,10 +152,8 @@ def repack_heads(model: nn.Module) -> int:
 class NcclEndpoint:
     """Rank 0 of an NCCL group with the workers of servers that were started with --weight-transfer-config {"backend": "nccl"}.
 
-    Its methods may be called from any thread: each sets the current GPU, which is a property of the thread.
-
-    Raises:
-        SetupError: NCCL cannot be loaded: vLLM would then send nothing and raise no error.
+    Its methods may be called from any thread: each sets the current GPU, which is a property of the thread. Raises SetupError if
+    NCCL cannot be loaded: vLLM would then send nothing and raise no error.
     """
 
     def __init__(self, nccl: Any, device: int, host: str, port: int, world: int) -> None:

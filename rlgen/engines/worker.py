@@ -21,8 +21,8 @@ from rlgen.models.factors import is_factors, merged
 class Worker:
     """Methods that vLLM adds to its worker class.
 
-    They are called with `POST /collective_rpc`, which returns one result per worker. Errors are returned in the result, because
-    an exception would become a status 500 without text: the text would be only in the server's log.
+    They are called with `POST /collective_rpc`, which returns one result per worker. Errors are returned in the result: an
+    exception would become a status 500, with its text only in the server's log.
     """
 
     # Attributes of vLLM's worker.
@@ -55,11 +55,8 @@ class Worker:
     def rlgen_load(self, path: str, version: int, hashed: bool) -> dict[str, Any]:
         """Replaces all weights by those in folder `path`, or by those of the engine's model with the adapter in that folder.
 
-        The caller must empty the prefix cache afterwards, through its own route.
-
-        Returns:
-            {"version", "received", "not_loaded"}: a `SyncReport`. Or {"error", "intact"}: what went wrong, and whether all old
-            weights are still loaded; if not, only another load helps.
+        The caller must empty the prefix cache afterwards. Returns the fields of a `SyncReport`, or {"error", "intact"}: what went
+        wrong, and whether all old weights are still loaded; if not, only another load helps.
         """
         try:
             files, names = verified_files(Path(path), version)

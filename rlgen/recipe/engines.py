@@ -1,10 +1,14 @@
 """Models of the section `engine`, by its kind."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr
 
 from rlgen.recipe.fields import Count, Dtype, Strict, Text
+
+if TYPE_CHECKING:
+    from rlgen.recipe.models import ModelRecipe, RolloutRecipe
 
 
 class AnyEngineRecipe(Strict):
@@ -196,3 +200,16 @@ class TransformersEngineRecipe(AnyEngineRecipe):
 
 
 EngineRecipe = Annotated[ColocatedEngineRecipe | ServerEngineRecipe | TransformersEngineRecipe, Field(discriminator="kind")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineNeeds:
+    """What an engine is opened with: its own settings, and what it needs of the other sections."""
+
+    engine: EngineRecipe
+    model: "ModelRecipe"
+    rollout: "RolloutRecipe"
+    samples: int  # asked for at the same time, of all steps that are under way
+    row_tokens: int  # longest prompt and completion together
+    images: bool  # whether prompts have images
+    in_flight: bool  # whether weights change under requests that are being answered

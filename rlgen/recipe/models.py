@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, StrictBool, StrictInt, StrictStr
 
 from rlgen.recipe.data import ColumnsRecipe, DataRecipe
-from rlgen.recipe.engines import ColocatedEngineRecipe, EngineRecipe, ServerEngineRecipe, VllmRecipe
+from rlgen.recipe.engines import ColocatedEngineRecipe, EngineNeeds, EngineRecipe, ServerEngineRecipe, VllmRecipe
 from rlgen.recipe.fields import Count, Dtype, Moment, Number, Strict, Text
 from rlgen.recipe.health import HealthRecipe
 from rlgen.recipe.sinks import SinkRecipe
@@ -416,6 +416,18 @@ class Recipe(Strict):
             return self.max_row_tokens
         prompt = self.eval.max_prompt_tokens or self.data.max_prompt_tokens or ASSUMED_PROMPT
         return max(self.max_row_tokens, prompt + (self.eval.max_completion_tokens or self.rollout.max_completion_tokens))
+
+    @property
+    def engine_needs(self) -> EngineNeeds:
+        return EngineNeeds(
+            engine=self.engine,
+            model=self.model,
+            rollout=self.rollout,
+            samples=self.samples_per_step * max(1, self.rollout.async_steps),
+            row_tokens=self.engine_row_tokens,
+            images=self.data.columns.images is not None,
+            in_flight=self.in_flight,
+        )
 
     @property
     def structured_regex(self) -> str | None:

@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rlgen.engines.base import Finished
-from rlgen.engines.further import FollowUpQueue
+from rlgen.engines.base import Finished, FollowUpQueue
 from rlgen.errors import RlgenError, SentinelError
 from rlgen.rollout.answers import check_answers
 from rlgen.rollout.frames import digest

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from rlgen.engines.base import Engine, Finished, Pending, Submit
-from rlgen.engines.further import FollowUpQueue
+from rlgen.engines.base import Engine, Finished, FollowUpQueue, Pending, Submit
 from rlgen.errors import SentinelError
 from rlgen.rollout.answers import check_answers
 from rlgen.rollout.conversations import Conversations, Dialogue

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from rlgen.algorithms.registry import build_algorithm
 from rlgen.engines.base import Engine
 from rlgen.engines.open import build_engine
+from rlgen.errors import EngineError
+from rlgen.models.memory_errors import memory_for
 from rlgen.processes import EngineShare, Processes
 from rlgen.recipe.models import RolloutRecipe
 from rlgen.sentinel.sync import send_weights
@@ -66,7 +68,8 @@ def open_trainer_and_engine(
     if policies.policy.unpacked:
         say(f"optim.packing: off, {cost_of_padding(recipe.rollout, prompts)}: {policies.policy.unpacked}")
     say(f"engine: {recipe.engine.starts} …")
-    engine = build_engine(recipe, data.location, processes, logs, say)
+    with memory_for("the engine's start", settings.memory_advice("load"), EngineError):
+        engine = build_engine(recipe.engine_needs, data.location, processes, logs, say)
     with ExitStack() as undo:
         undo.callback(engine.close)
         state = open_train_state(settings, algorithm, policies)

@@ -187,7 +187,7 @@ def nccl(place: Place) -> Finding:
     """
     if place.gpu and torch.cuda.device_count() > 1:
         return beside_server(place, {"transfer": "nccl"}, {"CUDA_VISIBLE_DEVICES": "1"})
-    from rlgen.engines.nccl import buckets, packed
+    from rlgen.engines.nccl import bucket_bytes, buckets
 
     if place.gpu:
         torch.cuda.set_device(torch.device(place.device))
@@ -196,7 +196,7 @@ def nccl(place: Place) -> Finding:
     weights = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
     began, sent, alike = time.perf_counter(), 0, True
     for bucket in buckets(weights):
-        whole = packed(list(bucket.values()))
+        whole = bucket_bytes(list(bucket.values()))
         dist.broadcast(whole, src=0)
         sent += whole.nbytes
         parts = whole.split([tensor.nbytes for tensor in bucket.values()])

@@ -1,4 +1,4 @@
-"""Two processes that ask one vLLM server, which is killed under them: by torchrun, from `test_every_process.py`.
+"""Two processes that ask one vLLM server, which is killed under them: by torchrun, from `test_server_runs.py`.
 
 servers_worker.py FOLDER     leaves what each process was answered, phase by phase, in FOLDER/RANK.json
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 from conftest import RECIPE, tiny_model
+from helpers.engines import kill
 
 from rlgen.engines.open import build_engine
 from rlgen.engines.server import ServerEngine
@@ -35,22 +36,21 @@ def main(folder: Path) -> None:
     recipe = load_recipe(path, []).recipe
     processes = Processes.open(TIMEOUT)
     said: list[str] = []
-    engine = build_engine(recipe, locate(recipe.model.path), processes, folder, said.append)
+    engine = build_engine(recipe.engine_needs, locate(recipe.model.path), processes, folder, said.append)
     assert isinstance(engine, ServerEngine)
     share = list(EngineShare.of(processes, 1).share(REQUESTS))
     found: dict[str, object] = {}
 
     def step(requests: Sequence[Request], killer: int | None) -> list[object]:
         """What this process is answered; process `killer` kills the server when it has five answers."""
-        pool = engine._keeper._fleet
-        family = processes.on_main(lambda: [process.pid for process in pool._members[0].process.processes()])
+        pool = engine._keeper._pool
+        family = processes.on_main(lambda: [one.pid for server in pool._processes.values() for one in server.processes()])
         came: list[int] = []
 
         def finished(place: int, answer: Completion) -> None:
             came.append(place)
             if killer == processes.rank and len(came) == 5:
-                for process in (psutil.Process(pid) for pid in family if psutil.pid_exists(pid)):
-                    process.kill()
+                kill(psutil.Process(pid) for pid in family if psutil.pid_exists(pid))
 
         answers = processes.run_all(lambda: engine.generate(requests, SAMPLING, finished), keepalive=True)
         assert len(came) == len(set(came)) == len(requests), "none was asked twice"

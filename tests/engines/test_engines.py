@@ -5,20 +5,23 @@ Tests that take the fixture `engine` go through the protocol alone and run on ea
 
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from conftest import open_transformers, open_vllm, plan_of, tiny_model
+from helpers import adapters
+from helpers.engines import changed
 from helpers.samples import answered, request
+from torch import Tensor
 
 from rlgen.engines import vllm_compat
 from rlgen.engines.base import Engine, fingerprint
 from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.http import Server
-from rlgen.engines.plan import digest_of
+from rlgen.engines.plan import settings_digest
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.engines.worker import Worker
 from rlgen.errors import EngineError, Fault, SentinelError
@@ -43,10 +46,21 @@ def requests(count: int, longest: int = 30) -> list[Request]:
 
 
 def gap(policy: Policy, asked: list[Request], answers: list[Completion], distribution: Distribution) -> float:
-    """Largest |engine - trainer| log-prob."""
-    samples = [answered(one, answer) for one, answer in zip(asked, answers, strict=True)]
-    logp = score(policy, samples, distribution, 4096, Processes.alone())
-    return max((torch.from_numpy(s.sampler_logp) - values).abs().max().item() for s, values in zip(samples, logp, strict=True))
+    return adapters.gap(policy, [answered(one, answer) for one, answer in zip(asked, answers, strict=True)], distribution)
+
+
+@pytest.fixture
+def own_weights_after(engine: Engine) -> Iterator[None]:
+    """Other tests share the engine."""
+    yield
+    engine.sync(checkpoint_tensors(tiny_model("qwen3")), 0)
+
+
+def logp_after(ids: Sequence[int]) -> Tensor:
+    """Log-probs [V] of the next token, by the model itself."""
+    with torch.no_grad():
+        logp: Tensor = tiny_model("qwen3")(torch.tensor([list(ids)])).logits[0, -1].log_softmax(-1)
+    return logp
 
 
 def test_each_completion_is_told_of_once_when_it_is_finished(engine: Engine) -> None:
@@ -86,6 +100,7 @@ def test_a_truncated_distribution_is_the_trainers(engine: Engine, rules: dict[st
     assert gap(policy, asked, answers, sampling.distribution.whole) > 0.1  # over all ids they are others
 
 
+@pytest.mark.usefixtures("own_weights_after")
 def test_greedy_takes_the_most_probable_id_and_of_equal_ones_the_lowest(engine: Engine) -> None:
     model = tiny_model("qwen3")
     with torch.no_grad():  # ids come in fours of the same embedding, which is the head's row too
@@ -102,7 +117,6 @@ def test_greedy_takes_the_most_probable_id_and_of_equal_ones_the_lowest(engine: 
         assert list(answer.token_ids) == best.tolist()
     assert len({id_ for answer in answers for id_ in answer.token_ids.tolist()}) > 10
     assert answers[0].token_ids.tolist() == answers[-1].token_ids.tolist()  # one prompt, two seeds
-    engine.sync(checkpoint_tensors(tiny_model("qwen3")), 0)  # other tests share the engine
 
 
 def test_answers_stand_in_the_order_of_the_requests(engine: Engine) -> None:
@@ -129,18 +143,11 @@ def test_prefilling_gives_the_log_probs_of_decoding(engine: Engine) -> None:
     assert [len(logp) for logp in prefilled] == [len(ids) for _, ids in rows]
     for answer, logp in zip(answers, prefilled[:-1], strict=True):
         assert logp.tolist() == pytest.approx(answer.logp.tolist(), abs=1e-5)
-    with torch.no_grad():
-        assert prefilled[-1][0] == pytest.approx(
-            tiny_model("qwen3")(torch.tensor([[7]])).logits[0, -1].log_softmax(-1)[9].item(), abs=1e-5
-        )
+    assert prefilled[-1][0] == pytest.approx(logp_after([7])[9].item(), abs=1e-5)
 
 
 def test_a_receipt_is_of_every_byte_that_was_sent(engine: Engine) -> None:
-    model = tiny_model("qwen3")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.01)
-    sent = dict(checkpoint_tensors(model))
+    sent = dict(checkpoint_tensors(changed(tiny_model("qwen3"))))
     receipt = engine.sync(iter(sent.items()), 3, hashed=True)
     assert receipt.received == {name: fingerprint(tensor, hashed=True) for name, tensor in sent.items()}
     assert (receipt.version, engine.weight_version) == (3, 3)
@@ -181,8 +188,7 @@ def ids(answers: list[Completion]) -> list[list[int]]:
 def test_sampling_follows_the_distribution(engine: Engine) -> None:
     prompt = (10, 20, 30)
     answers = engine.generate([request(prompt, i) for i in range(2000)], Sampling(max_tokens=1, temperature=0.5, stop_ids=()))
-    with torch.no_grad():
-        p = (tiny_model("qwen3")(torch.tensor([prompt])).logits[0, -1] / 0.5).softmax(-1)
+    p = (logp_after(prompt) / 0.5).softmax(-1)
     top = p.argmax().item()
     share = sum(c.token_ids[0] == top for c in answers) / 2000
     assert abs(share - p[top].item()) < 4 * (p[top].item() / 2000) ** 0.5 and p[top] > 0.03
@@ -191,8 +197,7 @@ def test_sampling_follows_the_distribution(engine: Engine) -> None:
 def test_a_nucleus_is_what_is_sampled_and_its_log_probs_are_said(engine: Engine) -> None:
     prompt, sampling = (10, 20, 30), Sampling(max_tokens=1, temperature=0.5, top_p=0.3, stop_ids=())
     answers = engine.generate([request(prompt, i) for i in range(500)], sampling)
-    with torch.no_grad():
-        p, order = (tiny_model("qwen3")(torch.tensor([prompt])).logits[0, -1].double() / 0.5).softmax(-1).sort(descending=True)
+    p, order = (logp_after(prompt).double() / 0.5).softmax(-1).sort(descending=True)
     count = int((p.cumsum(-1) < 0.3).sum()) + 1  # the fewest with 0.3 together
     kept = dict(zip(order[:count].tolist(), (p[:count] / p[:count].sum()).log().tolist(), strict=True))
     assert 1 < count < 100 and {int(one.token_ids[0]) for one in answers} <= set(kept)
@@ -214,21 +219,19 @@ def test_the_process_is_left_as_it_was_found() -> None:
     assert state() == before
 
 
+@pytest.mark.usefixtures("own_weights_after")
 def test_changed_weights_arrive(engine: Engine) -> None:
     """The engine computes with the weights it was sent, and only after it was sent them. Of more models: `test_parity.py`."""
     model = tiny_model("qwen3")
     policy, asked = Policy(model, torch.float32, True), requests(12)
     sampling = Sampling(max_tokens=24, temperature=1.0, stop_ids=STOPS)
     assert gap(policy, asked, engine.generate(asked, sampling), WHOLE) < 1e-5
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
+    changed(model, 0.05)
     assert gap(policy, asked, engine.generate(asked, sampling), WHOLE) > 0.1
     engine.sync(checkpoint_tensors(model), 7)
     answers = engine.generate(asked, sampling)
     assert gap(policy, asked, answers, WHOLE) < 2e-5
     assert {c.weight_version for c in answers} == {7} and engine.weight_version == 7
-    engine.sync(checkpoint_tensors(tiny_model("qwen3")), 0)  # other tests share the engine
 
 
 # The engine that the tests above share, which is opened once.
@@ -236,6 +239,7 @@ on_vllm = pytest.mark.parametrize("engine", ["colocated"], indirect=True)
 
 
 @on_vllm
+@pytest.mark.usefixtures("own_weights_after")
 def test_a_sync_empties_the_prefix_cache(engine: Engine) -> None:
     """Blocks hold 128 tokens, so only a long prompt can hit the cache."""
     model = tiny_model("qwen3")
@@ -243,13 +247,10 @@ def test_a_sync_empties_the_prefix_cache(engine: Engine) -> None:
     sampling = Sampling(max_tokens=8, temperature=1.0, stop_ids=STOPS)
     engine.generate(asked, sampling)
     assert all(answer.cached_tokens >= 128 for answer in engine.generate(asked, sampling)), "what a sync must empty"
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
+    changed(model, 0.05)
     engine.sync(model.named_parameters(), 1)
     after = engine.generate(asked[:1], sampling)
     assert after[0].cached_tokens == 0 and gap(Policy(model, torch.float32, True), asked[:1], after, WHOLE) < 2e-5
-    engine.sync(checkpoint_tensors(tiny_model("qwen3")), 0)  # other tests share the engine
 
 
 def test_transformers_sync_refuses_what_does_not_fit() -> None:
@@ -337,7 +338,7 @@ def test_an_engine_names_the_plan_that_it_was_started_by(engine: Engine) -> None
     """The journal takes no answer of another plan: that of a server comes from the server itself."""
     plan = engine.facts().plan
     if engine.abilities.whole_step:  # no vLLM
-        assert plan == digest_of({"attention": "sdpa", "max_num_seqs": 64})
+        assert plan == settings_digest({"attention": "sdpa", "max_num_seqs": 64})
     else:
         assert plan == plan_of("qwen3").digest() != plan_of("qwen3", model_impl="transformers").digest()
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.recipes import recipe_for
 from helpers.slow import slow_but
 from step_rewards import PLACES, by_text
 from torch import Tensor
@@ -55,28 +56,22 @@ VERSION = 1  # of the weights that sample: others than those the engines are ope
 
 def recipe_of(mode: str = "sampled", trainer: str = "grpo", size: int = 4, engine: dict[str, Any] | None = None) -> Recipe:
     """Without the rules of a whole recipe, which refuse to train on greedy completions: equal ones teach little."""
-    return Recipe.model_validate(
-        {
-            "run": {"name": "equivalence", "steps": 2},
-            "model": {"path": "tiny:qwen3", "dtype": "float32"},
-            "data": {"source": "prompts.jsonl", "shuffle": False, "max_prompt_tokens": 48},
-            "rewards": [{"use": "step_rewards:by_place"}, {"use": "step_rewards:by_text", "weight": 2.0}],
-            "rollout": {
-                "prompts_per_step": len(PROMPTS),
-                "group_size": size,
-                "max_completion_tokens": 12,
-                "temperature": TEMPERATURE[mode],
-            },
-            "engine": engine or {"kind": "colocated"},
-            "trainer": TRAINERS[trainer],
-            "optim": {"micro_batch_tokens": 100},  # several micro-batches
-        }
+    rollout = {"prompts_per_step": len(PROMPTS), "group_size": size, "max_completion_tokens": 12}
+    return recipe_for(
+        "tiny:qwen3",
+        engine=engine or {"kind": "colocated"},
+        run={"name": "equivalence", "steps": 2},
+        data={"source": "prompts.jsonl", "shuffle": False, "max_prompt_tokens": 48},
+        rewards=[{"use": "step_rewards:by_place"}, {"use": "step_rewards:by_text", "weight": 2.0}],
+        rollout={**rollout, "temperature": TEMPERATURE[mode]},
+        trainer=TRAINERS[trainer],
+        optim={"micro_batch_tokens": 100},  # several micro-batches
     )
 
 
 def open_engine(**engine: Any) -> Engine:
     recipe = recipe_of(engine=engine)
-    return build_engine(recipe, locate(recipe.model.path), Processes.alone(), Path(mkdtemp()), print)
+    return build_engine(recipe.engine_needs, locate(recipe.model.path), Processes.alone(), Path(mkdtemp()), print)
 
 
 # Each is opened once and takes the weights of every case by a sync.

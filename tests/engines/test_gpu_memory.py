@@ -2,17 +2,22 @@
 
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import plan_of
+from helpers.engines import server_plan
+from helpers.waiting import HANGS
 from transformers import PreTrainedConfig
 
 from rlgen.engines import open as opening
+from rlgen.engines.launch import ServerPlan, ServerProcess, wait_all_ready
 from rlgen.engines.open import build_engine
-from rlgen.errors import SetupError
+from rlgen.errors import EngineError, SetupError
 from rlgen.models.load import locate
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe, load_recipe
@@ -46,7 +51,7 @@ def opened(recipe_file: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) 
     monkeypatch.setattr(opening, "ColocatedEngine", lambda plan, wait: calls.append("vLLM"))
     recipe: Recipe = load_recipe(recipe_file, list(overrides)).recipe
     alone = Processes(rank=0, world=1, device=GPU, timeout=0.0, group=None, store=None)
-    build_engine(recipe, locate(recipe.model.path), alone, recipe_file.parent, print)
+    build_engine(recipe.engine_needs, locate(recipe.model.path), alone, recipe_file.parent, print)
     return calls
 
 
@@ -111,3 +116,19 @@ def test_an_nvidia_smi_that_does_not_say_changes_no_verdict(
     with pytest.raises(SetupError, match=f"needs 8192 MiB.*nvidia-smi cannot tell which processes.*{re.escape(why)}"):
         opening.require_free(GPU, 0.1, None)
     proof(f"no word from nvidia-smi: {why}")
+
+
+@pytest.mark.slow
+@pytest.mark.fault(41)
+def test_a_server_that_finds_no_memory_says_what_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: Callable[[str], None]
+) -> None:
+    said = "(EngineCore pid=3) ERROR 11-21 10:00:00 [core.py:12] torch.OutOfMemoryError: CUDA out of memory. Tried to"
+    monkeypatch.setattr(ServerPlan, "command", lambda plan: [sys.executable, "-c", f"print({said!r}); exit(1)"])
+    plan = server_plan(plan_of("qwen3", max_num_seqs=8, kv_cache_gib=0.1))
+    server = ServerProcess(plan, "token", tmp_path / "server.log", HANGS)
+    with pytest.raises(EngineError, match=r"ended with exit code 1: torch.OutOfMemoryError: CUDA out of memory") as caught:
+        wait_all_ready([server], HANGS)
+    server.stop()
+    assert re.search(r"; what helps most: --set engine\.kv_cache_gib=0\.05 \(.*engine\.max_num_seqs=4 \(", str(caught.value))
+    proof("a log of a server that ended with torch.OutOfMemoryError")

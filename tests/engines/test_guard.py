@@ -5,20 +5,21 @@ The server is a stand-in that has what a server has: shared memory, a socket tha
 
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT
+from conftest import ROOT, plan_of
+from helpers.engines import kill, server_plan
+from helpers.living import gone, listening, tree
 from helpers.waiting import HANGS, until
-from test_serve import PLAN
 
 from rlgen.engines import guard, launch
 from rlgen.engines.launch import claim
@@ -28,6 +29,7 @@ from rlgen.errors import EngineError
 pytestmark = pytest.mark.slow
 
 Proof = Callable[[str], None]
+PLAN = server_plan(plan_of("qwen3", model="tiny", max_model_len=256, max_num_seqs=8, kv_cache_gib=0.1))
 OWNER = """
 import pickle, sys, torch
 from pathlib import Path
@@ -102,10 +104,9 @@ def family(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Family]:
     opened = Family(tmp_path, getattr(request, "param", SERVER))
     assert len(opened.now()) >= 3 + 3 + 1
     yield opened
-    for process in [*opened.processes, opened.owner]:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
+    opened.owner.kill()
     opened.owner.wait()
+    kill(opened.processes)
 
 
 @pytest.mark.fault(78)
@@ -133,7 +134,6 @@ def test_a_trainer_of_somebody_elses_server_is_killed(proof: Proof) -> None:
     proof("SIGKILL to a trainer that has only its weights in shared memory")
 
 
-@pytest.mark.slow
 @pytest.mark.fault(78)
 @pytest.mark.parametrize("family", [SLOW], indirect=True)
 def test_the_next_owner_waits_for_the_port_of_one_that_was_killed(
@@ -160,7 +160,6 @@ def test_the_next_owner_waits_for_the_port_of_one_that_was_killed(
     proof(f"SIGKILL to the trainer; its server had the port while the next one looked {len(looked) - 2} times")
 
 
-@pytest.mark.slow
 @pytest.mark.fault(78)
 def test_the_server_is_killed(family: Family, proof: Proof) -> None:
     family.server.kill()
@@ -194,7 +193,6 @@ def test_all_are_killed_and_the_next_start_removes_what_is_left(family: Family, 
         own.unlink()
 
 
-@pytest.mark.slow
 @pytest.mark.fault(78)
 def test_the_guard_is_killed(family: Family, proof: Proof) -> None:
     """The server is asked to stop by the kernel; its owner removes the rest when it notices."""
@@ -206,3 +204,50 @@ def test_the_guard_is_killed(family: Family, proof: Proof) -> None:
     FileTransfer(None).close()
     assert family.left() == []
     proof("SIGKILL to the guard")
+
+
+OWNER_OF_TWO = """
+import sys
+from pathlib import Path
+from test_guard import PLAN
+from dataclasses import replace
+from rlgen.engines.launch import ServerProcess, wait_all_ready
+from rlgen.models.tiny import build_tiny
+plan = replace(PLAN, engine=replace(PLAN.engine, model=str(build_tiny("qwen3")), tensor_parallel_size=2))
+server = ServerProcess(plan, "token", Path(sys.argv[1]), 200)
+wait_all_ready([server], 200)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.fault(78)
+@pytest.mark.vllm
+def test_when_its_owner_is_killed_nothing_is_left(tmp_path: Path, proof: Proof) -> None:
+    long = tmp_path / ("long" * 20)
+    long.mkdir()
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/engines")])
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER_OF_TWO, str(tmp_path / "log")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(long)},  # too long for the path of a socket
+    )  # fmt: skip
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == "ready\n", (tmp_path / "log").read_text()[-3000:]
+    family = tree(owner.pid)
+    names = {process.name() for process in family}
+    assert {"VLLM::EngineCore", "VLLM::Worker_TP0", "VLLM::Worker_TP1"} <= names
+    assert set(listening(family)) == {"127.0.0.1"}
+    maps = [line for process in family for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
+    inodes = {int(line.split()[4]) for line in maps if " /dev/shm/" in line}
+    shared = [file.path for file in os.scandir("/dev/shm") if file.inode() in inodes]
+    for kind in ("psm_", "sem.mp-", "vllm_dist_"):
+        assert any(path.startswith(f"/dev/shm/{kind}") for path in shared)
+    (folder,) = {text for process in family for text in process.cmdline() if re.fullmatch(r"/tmp/rlgen-\w+", text)}
+    assert os.listdir(folder)
+    owner.kill()
+    owner.wait()
+    assert gone(family, 20)
+    assert not any(map(os.path.exists, shared))
+    assert not os.path.exists(folder)
+    proof("SIGKILL to the owner of a real vLLM server of two workers")

@@ -14,11 +14,12 @@ from typing import Any
 
 import psutil
 import pytest
+from conftest import ROOT
 from helpers.waiting import HANGS
 
 from rlgen.engines import client, transfer
-from rlgen.engines.client import Line
-from rlgen.engines.http import Reply, Server
+from rlgen.engines.client import OpenRequests
+from rlgen.engines.http import Server
 from rlgen.engines.transfer import FileTransfer
 from rlgen.engines.vllm_compat import process_kept_as_is
 from rlgen.errors import ServerLost
@@ -41,13 +42,13 @@ class Probed(Server):
         while self.probes < probe:
             await asyncio.sleep(0.01)
 
-    async def ask(self, session: Any, method: str, route: str, body: bytes | None, timeout: float | None = None) -> Reply:
+    async def ask(self, session: Any, method: str, route: str, body: bytes | None, timeout: float | None = None) -> Any:
         """A request that is answered when the probe has begun whose number it says."""
         await self.has_begun(int(body or b"0"))
-        return Reply(200, b"")
+        return 200, b""
 
     async def asked(self, *probes: int) -> None:
-        async def ask(line: Line, place: int) -> None:
+        async def ask(line: OpenRequests, place: int) -> None:
             await line.post("/any", str(probes[place]).encode())
 
         await client.each([self], 9, range(len(probes)), ask)
@@ -147,23 +148,23 @@ class Answering(BaseHTTPRequestHandler):
 def test_more_samples_than_files_may_be_open() -> None:
     """A server that cannot be connected to would be restarted."""
     asks = """
-        import asyncio, resource, sys
-        from rlgen.engines import client
+        import resource, sys
+        sys.path.insert(0, sys.argv[3])
+        from answers import engine_on
         from rlgen.engines.http import Server, connections
         from rlgen.types import Request, Sampling, ids_of
         resource.setrlimit(resource.RLIMIT_NOFILE, (32, 64))
-        requests = {place: Request(prompt_ids=ids_of((place,)), seed=0) for place in range(200)}
-        sampling, came = Sampling(temperature=1.0, max_tokens=1, stop_ids=()), {}
-        server = Server(sys.argv[1], "token", float(sys.argv[2]))
-        salt = lambda: "salt"
-        asyncio.run(client.sample([server], requests, sampling, salt, lambda *_: 0, came.__setitem__, connections()))
-        print(connections(), resource.getrlimit(resource.RLIMIT_NOFILE), all(came[k].token_ids.tolist() == [k] for k in requests))
+        requests = [Request(prompt_ids=ids_of((place,)), seed=0) for place in range(200)]
+        engine = engine_on([Server(sys.argv[1], "token", float(sys.argv[2]))])
+        answers = engine.generate(requests, Sampling(temperature=1.0, max_tokens=1, stop_ids=()))
+        right = [answer.token_ids.tolist() for answer in answers] == [[place] for place in range(200)]
+        print(connections(), resource.getrlimit(resource.RLIMIT_NOFILE), right)
     """
     with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
         server.socket.listen(256)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        command = [sys.executable, "-c", textwrap.dedent(asks), url, str(HANGS)]
+        command = [sys.executable, "-c", textwrap.dedent(asks), url, str(HANGS), str(ROOT / "scripts")]
         asked = subprocess.run(command, capture_output=True, text=True, timeout=HANGS)
         server.shutdown()
     assert asked.stdout == "32 (64, 64) True\n", asked.stderr[-2000:]

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import CPU
+from helpers.adapters import gap
 from helpers.pictures import MODEL, asked, picture, vision
+from helpers.recipes import recipe_for
 
 from rlgen.engines.base import Engine
 from rlgen.engines.open import build_engine
@@ -17,13 +19,12 @@ from rlgen.models.load import load_model, locate
 from rlgen.models.policy import Policy
 from rlgen.models.vision import of_vision
 from rlgen.processes import Processes
-from rlgen.recipe import Recipe
 from rlgen.rollout.answers import check_answers
 from rlgen.rollout.sample import build_groups
-from rlgen.rollout.score import score
 from rlgen.sentinel.sync import send_weights
-from rlgen.types import WHOLE, Completion, Prompt, Request, Sample, Sampling
+from rlgen.types import Completion, Prompt, Request, Sample, Sampling
 
+pytestmark = pytest.mark.vllm
 BOUND = 1e-4  # nats, in float32
 SAMPLING = Sampling(max_tokens=12, temperature=1.0, stop_ids=(257, 259))
 # The same text about other pictures, no picture, several: the last prompt fills a block of the prefix cache.
@@ -31,22 +32,15 @@ ASKED = [("what?", (1,)), ("what?", (2,)), ("what?", ()), ("and this one?", (2, 
 ALONE = Processes.alone()
 
 
-def recipe(kind: str) -> Recipe:
-    return Recipe.model_validate(
-        {
-            "run": {"name": "images"},
-            "model": {"path": MODEL, "dtype": "float32"},
-            "data": {"source": "rows.jsonl", "columns": {"images": "images"}, "max_prompt_tokens": 300},
-            "rewards": [{"use": "exact_match"}],
-            "rollout": {"max_completion_tokens": 12},
-            "engine": {"kind": kind},
-        }
-    )
-
-
 @pytest.fixture(scope="module", params=["colocated", "transformers"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    opened = build_engine(recipe(request.param), locate(MODEL), ALONE, Path(), print)
+    recipe = recipe_for(
+        MODEL,
+        engine={"kind": request.param},
+        data={"source": "rows.jsonl", "columns": {"images": "images"}, "max_prompt_tokens": 300},
+        rollout={"max_completion_tokens": 12},
+    )
+    opened = build_engine(recipe.engine_needs, locate(MODEL), ALONE, Path(), print)
     yield opened
     opened.close()
 
@@ -80,12 +74,6 @@ class Decoder:
         return ""
 
 
-def gap(policy: Policy, found: Sequence[Sample]) -> float:
-    own = score(policy, found, WHOLE, 4096, ALONE)
-    return max(float(np.abs(logp.numpy() - one.sampler_logp).max()) for logp, one in zip(own, found, strict=True))
-
-
-@pytest.mark.vllm
 def test_engine_and_trainer_agree_with_a_warm_cache_too(engine: Engine, policy: Policy) -> None:
     """The second time blocks of prompts come from the prefix cache, whose key has the image in it."""
     every = requests()
@@ -99,7 +87,6 @@ def test_engine_and_trainer_agree_with_a_warm_cache_too(engine: Engine, policy: 
     assert gap(policy, [replace(found[0], images=found[1].images)]) > 100 * BOUND  # the other picture under the same ids
 
 
-@pytest.mark.vllm
 def test_other_pictures_under_the_same_ids_are_not_taken_from_the_cache(engine: Engine, policy: Policy) -> None:
     first = requests([("all of them?", (1, 2, 3, 4))], 7)
     other = requests([("all of them?", (1, 2, 3, 5))], 7)
@@ -109,7 +96,6 @@ def test_other_pictures_under_the_same_ids_are_not_taken_from_the_cache(engine: 
     assert gap(policy, samples(other, answers, engine)) < BOUND
 
 
-@pytest.mark.vllm
 def test_prefilling_agrees(engine: Engine, policy: Policy) -> None:
     every = requests()
     found = samples(every, engine.generate(every, SAMPLING), engine)
@@ -118,7 +104,6 @@ def test_prefilling_agrees(engine: Engine, policy: Policy) -> None:
     assert max(np.abs(logp - one.sampler_logp).max() for logp, one in zip(prefilled, found, strict=True)) < BOUND
 
 
-@pytest.mark.vllm
 def test_a_sync_brings_the_vision_tower(engine: Engine, policy: Policy) -> None:
     """Only its weights and the projector's have changed, as with model.train_vision."""
     every, version = requests(), engine.weight_version
@@ -137,7 +122,6 @@ def test_a_sync_brings_the_vision_tower(engine: Engine, policy: Policy) -> None:
     assert gap(policy, samples(every, engine.generate(every, SAMPLING), engine)) < BOUND
 
 
-@pytest.mark.vllm
 def test_a_picture_of_another_size_is_noticed(engine: Engine) -> None:
     """vLLM reports the ids that it used; the transformers engine finds other ids than the row has."""
     ids, images = asked("what?", [picture(1, 60, 20)], vision())

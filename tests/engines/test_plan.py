@@ -2,25 +2,28 @@
 
 import asyncio
 import json
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import plan_of
+from conftest import ROOT, plan_of
+from helpers.engines import server_plan
+from helpers.recipes import recipe_for
 from helpers.samples import request
 
 from rlgen.engines import vllm_compat
-from rlgen.engines.launch import ServerPlan
+from rlgen.engines.launch import flags, reason
 from rlgen.engines.open import server_plans
 from rlgen.engines.plan import UNDECIDING, EnginePlan
-from rlgen.engines.server import Call, ServerEngine
+from rlgen.engines.server import SamplingCall, ServerEngine
 from rlgen.errors import EngineError, UsageError
-from rlgen.recipe import Recipe
-from rlgen.recipe.engines import RESERVED_ENGINE_ARGUMENTS, VllmRecipe
+from rlgen.recipe.engines import RESERVED_ENGINE_ARGUMENTS, EngineNeeds, VllmRecipe
 from rlgen.types import Sampling
 
 # Another value of every field of a plan.
@@ -48,17 +51,11 @@ OTHERS: dict[str, Any] = {
 PLAN = replace(plan_of("qwen3"), model="/models/tiny", on_gpu=False, vllm="0.32.0")
 
 
-def recipe(**engine: Any) -> Recipe:
-    return Recipe.model_validate(
-        {
-            "run": {"name": "plan"},
-            "model": {"path": "tiny:qwen3", "revision": "r1"},
-            "data": {"source": "task:sort", "max_prompt_tokens": 40},
-            "rewards": [{"use": "exact_match"}],
-            "rollout": {"prompts_per_step": 5, "group_size": 2, "max_completion_tokens": 24},
-            "engine": engine or {"kind": "colocated"},
-        }
-    )
+def needs(stream: bool = False, **engine: Any) -> EngineNeeds:
+    rollout = {"prompts_per_step": 5, "group_size": 2, "max_completion_tokens": 24, "stream": stream}
+    model, data = {"revision": "r1", "dtype": "bfloat16"}, {"source": "task:sort", "max_prompt_tokens": 40}
+    settings = engine or {"kind": "colocated"}
+    return recipe_for("tiny:qwen3", engine=settings, model=model, data=data, rollout=rollout).engine_needs
 
 
 def test_every_field_has_another_value() -> None:
@@ -84,16 +81,16 @@ def test_a_digest_is_of_what_is_meant() -> None:
 
 def test_a_plan_says_what_the_recipe_says() -> None:
     shared = {key: OTHERS[key] for key in VllmRecipe.model_fields} | {"max_num_seqs": 7, "dtype": "float32"}
-    plan = EnginePlan.of(recipe(kind="colocated", sleep=True, structured_regex="a+", **shared), "/m")
+    plan = EnginePlan.of(needs(kind="colocated", sleep=True, structured_regex="a+", **shared), "/m")
     assert (plan.model, plan.revision, plan.dtype, plan.fp32_head) == ("/m", "r1", "float32", True)
     assert {key: getattr(plan, key) for key in shared} == shared and plan.sleep and plan.structured_outputs
     assert plan.vllm is not None and plan.vllm.startswith("0.")
-    served = EnginePlan.of(recipe(kind="server", launch=True, **shared), "/m")
+    served = EnginePlan.of(needs(kind="server", launch=True, **shared), "/m")
     assert served == replace(plan, sleep=False, structured_outputs=False) and served.digest() == plan.digest()
-    assert EnginePlan.of(recipe(), "/m").dtype == "bfloat16" and EnginePlan.of(recipe(), "/m").max_num_seqs == 10
-    assert EnginePlan.of(recipe(), "/m").max_model_len == 64
+    assert EnginePlan.of(needs(), "/m").dtype == "bfloat16" and EnginePlan.of(needs(), "/m").max_num_seqs == 10
+    assert EnginePlan.of(needs(), "/m").max_model_len == 64
     with pytest.raises(UsageError, match=r"engine\.kind transformers runs without vLLM"):
-        EnginePlan.of(recipe(kind="transformers"), "/m")
+        EnginePlan.of(needs(kind="transformers"), "/m")
 
 
 def test_every_field_reaches_vllm() -> None:
@@ -106,16 +103,13 @@ def test_every_field_reaches_vllm() -> None:
     for name, plan in told.items():
         was = before.get(name, own)
         assert vllm_compat.arguments(plan) != vllm_compat.arguments(was), name
-        lines = [
-            ServerPlan(engine=one, host="::1", port=0, nccl=False, devices=None, threads=None).command() for one in (plan, was)
-        ]
-        assert lines[0] != lines[1], name
+        assert server_plan(plan).command() != server_plan(was).command(), name
 
 
 def test_what_rlgen_tells_vllm_is_refused_in_extra() -> None:
     """vLLM gets rlgen's value whatever `engine.extra` says: said there, it would have no effect."""
     for plan in (plan_of("qwen3", on_gpu=False), plan_of("qwen3", on_gpu=True)):
-        line = ServerPlan(engine=plan, host="::1", port=0, nccl=True, devices=None, threads=None).command()
+        line = server_plan(plan, nccl=True).command()
         of_server = {re.sub("^--(no-)?|=.*$", "", word).replace("-", "_") for word in line if word.startswith("--")}
         # These may be said: what a recipe says there holds.
         assert (of_server | vllm_compat.arguments(plan).keys()) - RESERVED_ENGINE_ARGUMENTS <= {"scheduler_cls", "worker_cls"}
@@ -151,7 +145,7 @@ def test_a_server_holds_tokens_back_only_where_weights_stay(monkeypatch: pytest.
     held = SimpleNamespace(run="r", version=1, syncs=1)
     keeper = SimpleNamespace(in_flight=in_flight, held=held, servers=[])
     engine = SimpleNamespace(_keeper=keeper, _version_of=None, _connections=1, _closed=None)
-    call = Call(waiting={0: request((3, 4), seed=1)}, finished=None, further=None)
+    call = SamplingCall(waiting={0: request((3, 4), seed=1)}, finished=None, further=None)
     with pytest.raises(EngineError, match="enough"):
         asyncio.run(ServerEngine._sample(engine, call, Sampling(max_tokens=4, temperature=1.0, stop_ids=(257,))))  # type: ignore[arg-type]
     assert [body["sampling_params"]["extra_args"] for body in bodies] == [{"rlgen_held": not in_flight}]
@@ -160,25 +154,22 @@ def test_a_server_holds_tokens_back_only_where_weights_stay(monkeypatch: pytest.
 def test_servers_share_the_work_and_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("rlgen.engines.open.cores", lambda: 7)
-    plans = server_plans(
-        recipe(kind="server", launch=True, servers=2, port=8000, devices=[4, 5, 6, "7"], tensor_parallel_size=2), "/m"
-    )
+    gpus: dict[str, Any] = {"devices": [4, 5, 6, "7"], "tensor_parallel_size": 2}
+    plans = server_plans(needs(kind="server", launch=True, servers=2, port=8000, **gpus), "/m")
     assert [(plan.port, plan.devices) for plan in plans] == [(8000, "4,5"), (8001, "6,7")]
     assert plans[0].engine == plans[1].engine and plans[0].engine.max_num_seqs == 5  # of 10 samples a step
     assert [plan.environment("t")["CUDA_VISIBLE_DEVICES"] for plan in plans] == ["4,5", "6,7"]
-    free = server_plans(recipe(kind="server", launch=True, servers=3), "/m")
+    free = server_plans(needs(kind="server", launch=True, servers=3), "/m")
     assert [(plan.port, plan.devices) for plan in free] == [(0, None)] * 3
     assert [plan.environment("t")["OMP_NUM_THREADS"] for plan in free] == ["2"] * 3  # of 7 cores
-    one = server_plans(recipe(kind="server", launch=True, devices="1"), "/m")
+    one = server_plans(needs(kind="server", launch=True, devices="1"), "/m")
     assert [(plan.port, plan.devices) for plan in one] == [(0, "1")] and one[0].engine.max_num_seqs == 10
     assert one[0].threads is None
-    plain = recipe(kind="server", launch=True)
-    streaming = plain.model_copy(update={"rollout": plain.rollout.model_copy(update={"stream": True})})
-    assert server_plans(streaming, "/m")[0].threads == 4  # the trainer has 3 meanwhile
+    # The trainer has the other 3 meanwhile.
+    assert server_plans(needs(kind="server", launch=True, stream=True), "/m")[0].threads == 4
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert [
-        plan.environment("t")["OMP_NUM_THREADS"] for plan in server_plans(recipe(kind="server", launch=True, servers=2), "/m")
-    ] == ["5"] * 2
+    two = server_plans(needs(kind="server", launch=True, servers=2), "/m")
+    assert [plan.environment("t")["OMP_NUM_THREADS"] for plan in two] == ["5"] * 2
 
 
 @pytest.mark.slow
@@ -189,7 +180,50 @@ def test_a_server_imports_what_it_needs(module: str) -> None:
     names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     ours = {name.removeprefix("rlgen.") for name in names if name.startswith("rlgen.")}
     both = {"engines", "errors", "heap", "models", "models.half", "models.vision", "out_of_memory", "redact", "types"}
-    both |= {f"engines.{name}" for name in ("answer", "base", "further", "gate", "vllm_compat")}
+    both |= {f"engines.{name}" for name in ("answer", "base", "gate", "vllm_compat")}
     own = {"rlgen.engines.worker": {"engines.worker", "engines.vllm_weights", "models.factors"}}.get(module, set())
     assert ours == both | own
     assert not {"peft", "pydantic", "datasets", "vllm"} & set(names)
+
+
+@pytest.mark.fault(77)
+def test_the_environment_holds_no_launch_around_it(monkeypatch: pytest.MonkeyPatch, proof: Callable[[str], None]) -> None:
+    foreign = {
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "VLLM_API_KEY"),
+        *("TORCHELASTIC_RUN_ID", "ACCELERATE_USE_FSDP", "FSDP_VERSION", "VLLM_DP_RANK", "VLLM_CONFIGURE_LOGGING"),
+    }
+    for name in foreign:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_HOME", "/somewhere")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "/elsewhere")
+    server = server_plan(PLAN)
+    environment = server.environment("a token")
+    assert foreign & environment.keys() == set()
+    assert (environment["HF_HOME"], environment["VLLM_CACHE_ROOT"]) == ("/somewhere", "/elsewhere")
+    assert environment["RLGEN_SERVER_TOKEN"] == "a token"
+    assert (environment["VLLM_NO_USAGE_STATS"], environment["DO_NOT_TRACK"]) == ("1", "1")
+    assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
+    with pytest.raises(EngineError, match="needs a token"):
+        server.environment("")
+    proof(f"a server started with {len(foreign)} variables of a launch around it gets none of them")
+
+
+def test_arguments_become_flags() -> None:
+    arguments = {"max_num_seqs": 8, "enforce_eager": True, "x": False, "revision": None, "hf_overrides": {"a": 1}, "l": ["p", 2]}
+    assert flags(arguments) == ["--max-num-seqs=8", "--enforce-eager", "--no-x", '--hf-overrides={"a": 1}', "--l", "p", "2"]
+    assert flags({"hf_overrides": {}}) == []
+
+
+def test_the_reason_is_the_first_cause() -> None:
+    log = (
+        "(EngineCore pid=7) INFO 11-21 10:00:00 [core.py:1] starting\n"
+        "(EngineCore pid=7) ERROR 11-21 10:00:01 [core.py:12] Traceback (most recent call last):\n"
+        "(EngineCore pid=7) ERROR 11-21 10:00:01 [core.py:12] ValueError: no room for the KV cache\n"
+        "(APIServer pid=6) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n"
+    )
+    assert reason(log) == "ValueError: no room for the KV cache"
+    died = "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above) for the root"
+    harmless = "ValueError: Tokenizer not available when `skip_tokenizer_init=True`"
+    assert reason(f"{harmless}\n{died}\n") == died
+    assert reason(f"{harmless}\none\ntwo\n").endswith("one; two")
+    assert reason("") == "its log is empty"

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from conftest import plan_of
+from helpers.engines import server_plan
 
 from rlgen.engines import vllm_compat
 from rlgen.engines.colocated import ColocatedEngine
-from rlgen.engines.launch import ServerPlan
 from rlgen.engines.vllm_compat import arguments, exact_products, process_kept_as_is, runner_of
 from rlgen.errors import SetupError
 
@@ -29,7 +29,7 @@ EXACT = {"TRITON_F32_DEFAULT": "ieee", "VLLM_FLOAT32_MATMUL_PRECISION": "highest
 def test_only_a_float32_engine_on_a_gpu_is_told_to_multiply_exactly(changes: dict[str, Any], found: dict[str, str]) -> None:
     plan = plan_of("qwen3", **changes)
     assert exact_products(plan) == found
-    server = ServerPlan(engine=plan, host="127.0.0.1", port=0, nccl=False, devices=None, threads=None).environment("token")
+    server = server_plan(plan).environment("token")
     assert {name: server[name] for name in EXACT if name in server} == found
 
 
@@ -98,7 +98,7 @@ def test_a_quantised_engine_needs_a_gpu() -> None:
     with pytest.raises(SetupError, match=r"engine\.quantization: fp8 needs an NVIDIA GPU; remove it"):
         ColocatedEngine(plan, wait=None)
     with pytest.raises(SetupError, match=r"engine\.quantization: fp8 needs an NVIDIA GPU; remove it"):
-        ServerPlan(engine=plan, host="127.0.0.1", port=0, nccl=False, devices=None, threads=None).command()
+        server_plan(plan).command()
     on_gpu = arguments(plan_of("qwen3", quantization="fp8", dtype="bfloat16", on_gpu=True))
     assert on_gpu["quantization"] == "fp8" and on_gpu["dtype"] == "bfloat16"
     assert on_gpu["hf_overrides"] == {"head_dtype": "float32"}

@@ -7,9 +7,8 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +16,24 @@ import httpx
 import psutil
 import pytest
 import torch
-from conftest import ROOT, open_vllm, plan_of, tiny_model
+from answers import engine_on
+from conftest import ROOT, open_vllm, tiny_model
+from helpers.engines import changed
+from helpers.living import gone, listening, tree
+from helpers.samples import request
 from helpers.waiting import HANGS
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlgen.engines import client
 from rlgen.engines.answer import ROUTE, read_answer
 from rlgen.engines.base import fingerprint
 from rlgen.engines.gate import Gate
 from rlgen.engines.http import Server
-from rlgen.engines.launch import ServerPlan, ServerProcess, claim, flags, reason, wait_all_ready
+from rlgen.engines.launch import claim
 from rlgen.errors import EngineError, SetupError
 from rlgen.models.tiny import build_tiny
 from rlgen.models.weights import checkpoint_tensors
-from rlgen.types import Completion, Request, Sampling, ids_of
+from rlgen.types import Completion, Sampling
 
 Proof = Callable[[str], None]
 
@@ -45,34 +47,6 @@ rewards: [{use: exact_match}]
 rollout: {prompts_per_step: 4, group_size: 4, max_completion_tokens: 12}
 engine: {kind: server, launch: true, transfer: nccl, devices: "0"}  # NCCL itself needs GPUs; files are taken all the same
 """
-ENGINE = plan_of("qwen3", model="tiny", max_model_len=256, max_num_seqs=8, kv_cache_gib=0.1)
-PLAN = ServerPlan(engine=ENGINE, host="127.0.0.1", port=0, nccl=False, devices=None, threads=None)
-
-
-def tree(pid: int) -> list[psutil.Process]:
-    head = psutil.Process(pid)
-    return [head, *head.children(recursive=True)]
-
-
-def gone(processes: list[psutil.Process], seconds: float) -> bool:
-    """Whether all of them are dead within so many seconds; a zombie that nobody waits for is."""
-    end = time.monotonic() + seconds
-
-    def lives(process: psutil.Process) -> bool:
-        try:
-            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
-
-    while any(map(lives, processes)) and time.monotonic() < end:
-        time.sleep(0.1)
-    return not any(map(lives, processes))
-
-
-def listening(processes: list[psutil.Process]) -> list[str]:
-    """Addresses that the processes listen on."""
-    connections = [connection for process in processes for connection in process.net_connections(kind="inet")]
-    return [connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN]
 
 
 def outer_interface() -> str | None:
@@ -165,80 +139,76 @@ def write(folder: Path, tensors: Mapping[str, Tensor], version: int) -> Path:
     return folder
 
 
-def changed(seed: int) -> tuple[Any, dict[str, Tensor]]:
-    """The tiny model with every weight moved, and its tensors."""
-    model = tiny_model("qwen3")
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+def changed_tensors(seed: int) -> tuple[Any, dict[str, Tensor]]:
+    model = changed(tiny_model("qwen3"), seed=seed)
     return model, {name: tensor.detach().clone() for name, tensor in checkpoint_tensors(model)}
 
 
-def logp(model: Any, prompt: list[int], completion: list[int]) -> list[float]:
+def off_by(model: Any, prompt: list[int], completion: list[int], values: list[float]) -> float:
+    """The largest difference of log-probs from those of the model."""
     with torch.no_grad():
         logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-    return logits.log_softmax(-1)[range(len(completion)), completion].tolist()
+    own = logits.log_softmax(-1)[range(len(completion)), completion]
+    return (own - torch.tensor(values)).abs().max().item()
 
 
 @pytest.mark.slow
 def test_weights_that_are_loaded_are_those_it_samples_from(serving: Serving, tmp_path: Path) -> None:
-    model, tensors = changed(1)
+    model, tensors = changed_tensors(1)
     receipt = serving.rpc("rlgen_load", path=str(write(tmp_path / "v1", tensors, 1)), version=1, hashed=True)
     assert receipt["version"] == 1 and receipt["not_loaded"] == []
     assert receipt["received"] == {name: fingerprint(tensor, hashed=True) for name, tensor in tensors.items()}
     prompt = [10, 20, 30, 40]
     ids, values = serving.sample(prompt)
     # embedding and head are tied: a head that stayed old would be off by nats
-    assert max(abs(a - b) for a, b in zip(values, logp(model, prompt, ids), strict=True)) < 1e-5
-    assert max(abs(a - b) for a, b in zip(values, logp(tiny_model("qwen3"), prompt, ids), strict=True)) > 0.1
+    assert off_by(model, prompt, ids, values) < 1e-5 and off_by(tiny_model("qwen3"), prompt, ids, values) > 0.1
     assert ":" not in "".join(serving.rpc("rlgen_load", path=str(tmp_path / "v1"), version=1, hashed=False)["received"].values())
 
 
 @pytest.mark.slow
 def test_what_is_not_whole_is_refused_before_anything_is_loaded(serving: Serving, tmp_path: Path) -> None:
     before = serving.sample([1, 2, 3])
-    _, tensors = changed(2)
+    _, tensors = changed_tensors(2)
 
-    def refused(name: str, version: int = 2) -> str:
-        told = serving.rpc("rlgen_load", path=str(tmp_path / name), version=version, hashed=False)
-        assert told.keys() == {"error", "intact"} and told["intact"] is True
-        return str(told["error"])
+    def refused(name: str, words: str) -> None:
+        told = serving.rpc("rlgen_load", path=str(tmp_path / name), version=2, hashed=False)
+        assert told.keys() == {"error", "intact"} and told["intact"] is True and re.search(words, told["error"])
+
+    def said(name: str, **changes: Any) -> None:
+        file = tmp_path / name / "manifest.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
     file = write(tmp_path / "cut", tensors, 2) / "1.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    assert "1.safetensors: " in refused("cut") and "were written" in refused("cut")
+    refused("cut", r"1\.safetensors: .* were written")
     # as long as it should be, but without its end
-    manifest = json.loads((tmp_path / "cut/manifest.json").read_text())
-    manifest["files"]["1.safetensors"]["bytes"] -= 100
-    (tmp_path / "cut/manifest.json").write_text(json.dumps(manifest))
-    assert "not a complete safetensors file" in refused("cut")
+    said("cut", files={file.name: {"bytes": file.stat().st_size} for file in (tmp_path / "cut").glob("*.safetensors")})
+    refused("cut", "not a complete safetensors file")
     write(tmp_path / "lost", tensors, 2).joinpath("0.safetensors").unlink()
-    assert "0.safetensors: no bytes" in refused("lost")
+    refused("lost", r"0\.safetensors: no bytes")
     save_file({"x": torch.zeros(1)}, write(tmp_path / "more", tensors, 2) / "9.safetensors")
-    assert "9.safetensors" in refused("more")
+    refused("more", r"9\.safetensors")
     write(tmp_path / "old", tensors, 1)
-    assert "of version 1, not 2" in refused("old")
+    refused("old", "of version 1, not 2")
     write(tmp_path / "few", tensors, 2)
-    manifest = json.loads((tmp_path / "few/manifest.json").read_text())
-    (tmp_path / "few/manifest.json").write_text(json.dumps({**manifest, "tensors": len(tensors) + 1}))
-    assert f"{len(tensors)} tensors, but {len(tensors) + 1} were written" in refused("few")
+    said("few", tensors=len(tensors) + 1)
+    refused("few", f"{len(tensors)} tensors, but {len(tensors) + 1} were written")
     (tmp_path / "few/manifest.json").write_text("{")
-    assert "no readable manifest" in refused("few")
-    assert "no readable manifest" in refused("nowhere")
+    refused("few", "no readable manifest")
+    refused("nowhere", "no readable manifest")
     assert serving.sample([1, 2, 3]) == before
 
 
 @pytest.mark.slow
 def test_a_load_that_fails_half_way_says_so_and_the_next_one_heals_it(serving: Serving, tmp_path: Path) -> None:
-    model, tensors = changed(3)
+    model, tensors = changed_tensors(3)
     wrong = {**tensors, "model.layers.1.mlp.up_proj.weight": torch.zeros(3, 3)}
     told = serving.rpc("rlgen_load", path=str(write(tmp_path / "wrong", wrong, 3)), version=3, hashed=False)
     assert told["intact"] is False and "wrong: " in told["error"]
     receipt = serving.rpc("rlgen_load", path=str(write(tmp_path / "right", tensors, 4)), version=4, hashed=False)
     assert receipt["not_loaded"] == []
     ids, values = serving.sample([7, 8])
-    assert max(abs(a - b) for a, b in zip(values, logp(model, [7, 8], ids), strict=True)) < 1e-5
+    assert off_by(model, [7, 8], ids, values) < 1e-5
 
 
 @pytest.mark.slow
@@ -254,24 +224,21 @@ def test_an_unknown_method_does_not_end_the_server(serving: Serving) -> None:
 def test_arrays_and_json_are_the_same_answers(serving: Serving) -> None:
     url, token = str(serving.client.base_url).rstrip("/"), serving.token_file.read_text()
     server, sampling = Server(url, token, 60.0), Sampling(max_tokens=10, temperature=1.0, stop_ids=tuple(range(230, 260)))
-    requests = {place: Request(prompt_ids=ids_of(range(3, 5 + place)), seed=place) for place in range(12)}
+    requests = [request(range(3, 5 + place), seed=place) for place in range(12)]
 
-    def sample(salt: str) -> list[Completion]:
-        came: dict[int, Completion] = {}
-        labels: list[str] = []
-        version_of = lambda label, _: labels.append(label) or 7  # type: ignore[func-returns-value]  # noqa: E731
-        asyncio.run(client.sample([server], requests, sampling, lambda: salt, version_of, came.__setitem__, 5))
-        assert len(set(labels)) == 1 and {answer.weight_version for answer in came.values()} == {7}
-        return [came[place] for place in requests]
+    def sample(run: str) -> list[Completion]:
+        server.set_label(f"{run}.7")
+        return engine_on([server], run, version=7).generate(requests, sampling)
 
     as_json = sample("a")
     server.look()
     assert server.arrays
     as_arrays = sample("b")
-    for one, other, request in zip(as_json, as_arrays, requests.values(), strict=True):
-        assert one.prompt_ids.tolist() == other.prompt_ids.tolist() == request.prompt_ids.tolist()
+    for asked, one, other in zip(requests, as_json, as_arrays, strict=True):
+        assert one.prompt_ids.tolist() == other.prompt_ids.tolist() == asked.prompt_ids.tolist()
         assert list(one.token_ids) == list(other.token_ids) and list(one.logp) == list(other.logp), "to the last bit"
         assert one.finish_reason == other.finish_reason and one.cached_tokens == other.cached_tokens
+        assert one.weight_version == other.weight_version == 7
     assert len({len(one.token_ids) for one in as_arrays}) > 3 and {one.finish_reason for one in as_arrays} == {"stop", "length"}
 
 
@@ -378,33 +345,6 @@ def test_the_token_stands_in_no_command_line_and_in_a_file_for_its_owner(serving
     assert not any(token in line for line in serving.lines)
 
 
-@pytest.mark.fault(77)
-def test_the_environment_holds_no_launch_around_it(monkeypatch: pytest.MonkeyPatch, proof: Proof) -> None:
-    foreign = {
-        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "VLLM_API_KEY"),
-        *("TORCHELASTIC_RUN_ID", "ACCELERATE_USE_FSDP", "FSDP_VERSION", "VLLM_DP_RANK", "VLLM_CONFIGURE_LOGGING"),
-    }
-    for name in foreign:
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("HF_HOME", "/somewhere")
-    monkeypatch.setenv("VLLM_CACHE_ROOT", "/elsewhere")
-    environment = PLAN.environment(TOKEN)
-    assert foreign & environment.keys() == set()
-    assert (environment["HF_HOME"], environment["VLLM_CACHE_ROOT"]) == ("/somewhere", "/elsewhere")
-    assert environment["RLGEN_SERVER_TOKEN"] == TOKEN
-    assert (environment["VLLM_NO_USAGE_STATS"], environment["DO_NOT_TRACK"]) == ("1", "1")
-    assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
-    with pytest.raises(EngineError, match="needs a token"):
-        PLAN.environment("")
-    proof(f"a server started with {len(foreign)} variables of a launch around it gets none of them")
-
-
-def test_arguments_become_flags() -> None:
-    arguments = {"max_num_seqs": 8, "enforce_eager": True, "x": False, "revision": None, "hf_overrides": {"a": 1}, "l": ["p", 2]}
-    assert flags(arguments) == ["--max-num-seqs=8", "--enforce-eager", "--no-x", '--hf-overrides={"a": 1}', "--l", "p", "2"]
-    assert flags({"hf_overrides": {}}) == []
-
-
 # --- how it ends -------------------------------------------------------------------------------------------------------------
 
 
@@ -414,21 +354,6 @@ def test_a_server_that_dies_early_says_why(rlgen: Any, tmp_path: Path) -> None:
     done = rlgen("serve", tmp_path / "r.yaml", "--port", 0, "--set", "engine.extra={no_such_argument: 1}")
     assert done.returncode == 6
     assert "ended with exit code 2: this vLLM has no argument --no-such-argument=1; correct engine.extra" in done.stderr
-
-
-def test_the_reason_is_the_first_cause() -> None:
-    log = (
-        "(EngineCore pid=7) INFO 11-21 10:00:00 [core.py:1] starting\n"
-        "(EngineCore pid=7) ERROR 11-21 10:00:01 [core.py:12] Traceback (most recent call last):\n"
-        "(EngineCore pid=7) ERROR 11-21 10:00:01 [core.py:12] ValueError: no room for the KV cache\n"
-        "(APIServer pid=6) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n"
-    )
-    assert reason(log) == "ValueError: no room for the KV cache"
-    died = "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above) for the root"
-    harmless = "ValueError: Tokenizer not available when `skip_tokenizer_init=True`"
-    assert reason(f"{harmless}\n{died}\n") == died
-    assert reason(f"{harmless}\none\ntwo\n").endswith("one; two")
-    assert reason("") == "its log is empty"
 
 
 @pytest.mark.slow
@@ -449,66 +374,3 @@ def test_asked_to_stop_it_leaves_nothing(serving: Serving) -> None:
     serving.process.send_signal(signal.SIGINT)
     assert serving.process.wait(HANGS) == 0
     assert gone(family, 1) and not serving.token_file.exists()
-
-
-OWNER = """
-import sys
-from pathlib import Path
-from test_serve import ENGINE, PLAN, TOKEN
-from dataclasses import replace
-from rlgen.engines.launch import ServerProcess, wait_all_ready
-from rlgen.models.tiny import build_tiny
-plan = replace(PLAN, engine=replace(ENGINE, model=str(build_tiny("qwen3")), tensor_parallel_size=2))
-server = ServerProcess(plan, TOKEN, Path(sys.argv[1]), 200)
-wait_all_ready([server], 200)
-print("ready", flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.fault(78)
-def test_when_its_owner_is_killed_nothing_is_left(tmp_path: Path, proof: Proof) -> None:
-    long = tmp_path / ("long" * 20)
-    long.mkdir()
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/engines")])
-    owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(tmp_path / "log")],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(long)},  # too long for the path of a socket
-    )  # fmt: skip
-    assert owner.stdout is not None
-    assert owner.stdout.readline() == "ready\n", (tmp_path / "log").read_text()[-3000:]
-    family = tree(owner.pid)
-    names = {process.name() for process in family}
-    assert {"VLLM::EngineCore", "VLLM::Worker_TP0", "VLLM::Worker_TP1"} <= names
-    assert set(listening(family)) == {"127.0.0.1"}
-    maps = [line for process in family for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
-    inodes = {int(line.split()[4]) for line in maps if " /dev/shm/" in line}
-    shared = [file.path for file in os.scandir("/dev/shm") if file.inode() in inodes]
-    for kind in ("psm_", "sem.mp-", "vllm_dist_"):
-        assert any(path.startswith(f"/dev/shm/{kind}") for path in shared)
-    (folder,) = {text for process in family for text in process.cmdline() if re.fullmatch(r"/tmp/rlgen-\w+", text)}
-    assert os.listdir(folder)
-    owner.kill()
-    owner.wait()
-    assert gone(family, 20)
-    assert not any(map(os.path.exists, shared))
-    assert not os.path.exists(folder)
-    proof("SIGKILL to the owner of a real vLLM server of two workers")
-
-
-@pytest.mark.slow
-@pytest.mark.fault(41)
-def test_a_server_that_finds_no_memory_says_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof) -> None:
-    said = "(EngineCore pid=3) ERROR 11-21 10:00:00 [core.py:12] torch.OutOfMemoryError: CUDA out of memory. Tried to"
-    monkeypatch.setattr(ServerPlan, "command", lambda plan: [sys.executable, "-c", f"print({said!r}); exit(1)"])
-    plan = replace(PLAN, engine=replace(ENGINE, model=str(build_tiny("qwen3"))))
-    server = ServerProcess(plan, TOKEN, tmp_path / "server.log", HANGS)
-    with pytest.raises(EngineError, match=r"ended with exit code 1: torch.OutOfMemoryError: CUDA out of memory") as caught:
-        wait_all_ready([server], HANGS)
-    server.stop()
-    assert "; what helps most: --set engine.kv_cache_gib=0.05 (" in str(caught.value) and "engine.max_num_seqs=4 (" in str(
-        caught.value
-    )
-    proof("a log of a server that ended with torch.OutOfMemoryError")

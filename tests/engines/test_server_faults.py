@@ -9,21 +9,20 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from conftest import plan_of, tiny_model
+from helpers.engines import changed, kill, server_plan
 
-from rlgen.engines import client
 from rlgen.engines import fleet as fleet_module
 from rlgen.engines.base import SyncReport, model_shape
-from rlgen.engines.fleet import Member, ServerPool
+from rlgen.engines.fleet import ServerPool
 from rlgen.engines.http import Server, WeightsKept
-from rlgen.engines.launch import ServerPlan, new_token, start_servers
+from rlgen.engines.launch import new_token, start_servers
 from rlgen.engines.server import ServerEngine
 from rlgen.engines.transfer import FileTransfer
 from rlgen.errors import RlgenError, ServerLost
@@ -38,38 +37,26 @@ SAMPLING = Sampling(max_tokens=128, temperature=1.0, stop_ids=tuple(range(240, 2
 REQUESTS = [Request(prompt_ids=ids_of(range(3, 5 + place % 7)), seed=1000 + place) for place in range(48)]
 
 
-def plan(port: int = 0) -> ServerPlan:
-    # Most requests wait: what happens when some have answered happens long before the last has.
-    engine = plan_of("qwen3", max_model_len=256, max_num_seqs=8)
-    return ServerPlan(engine=engine, host="127.0.0.1", port=port, nccl=False, devices=None, threads=None)
-
-
 class Bench:
     """A launched server, an engine on it, and what the engine says."""
 
     def __init__(self, folder: Path) -> None:
         self.token = new_token()
-        self.process = start_servers([plan()], self.token, [folder / "server.log"], 120)[0]
+        # Most requests wait: what happens when some have answered happens long before the last has.
+        plan = server_plan(plan_of("qwen3", max_model_len=256, max_num_seqs=8))
+        self.process = start_servers([plan], self.token, [folder / "server.log"], 120)[0]
         self.said: list[str] = []
-        self.model = tiny_model("qwen3")
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+        self.model = changed(tiny_model("qwen3"))
 
-    def engine(
-        self,
-        supervised: bool = True,
-        restarts: int = 2,
-        token: str | None = None,
-        url: str | None = None,
-        in_flight: bool = False,
-    ) -> ServerEngine:
+    def engine(self, supervised: bool = True, restarts: int = 2, in_flight: bool = False, **other: str) -> ServerEngine:
+        """On the server, or at another `url`, or with another `token`."""
         self.said.clear()
         if not all(process.is_running() for process in self.process.processes()) or not self.process.processes():
             self.process.restart()  # a test before this one left it dead
-        at = Server(url or self.process.url, token or self.token, TIMEOUT)
+        at = Server(other.get("url", self.process.url), other.get("token", self.token), TIMEOUT)
         fleet = ServerPool(
-            members=[Member(at, self.process if supervised else None)],
+            servers=[at],
+            processes={self.process.url: self.process} if supervised else {},
             shape=model_shape(self.model.config),
             in_flight=in_flight,
             restarts=restarts,
@@ -88,12 +75,7 @@ class Bench:
         norm.copy_(own)
 
     def kill(self) -> None:
-        """All of the server at once, as the kernel does when memory runs out."""
-        family = self.process.processes()
-        for process in family:
-            with suppress(psutil.NoSuchProcess):  # the guard kills too
-                process.kill()
-        psutil.wait_procs(family, timeout=10)
+        kill(self.process.processes())
 
     def signal_server(self, number: int) -> None:
         for process in self.process.processes():
@@ -132,12 +114,6 @@ def close(engine: ServerEngine) -> None:
     engine._keeper.close()
 
 
-def after(seconds: float, action: Callable[[], None]) -> None:
-    timer = threading.Timer(seconds, action)
-    timer.daemon = True
-    timer.start()
-
-
 def failure(action: Callable[[], Any], within: float) -> RlgenError:
     """The error that `action` ends with, in time."""
     began = time.monotonic()
@@ -147,23 +123,14 @@ def failure(action: Callable[[], Any], within: float) -> RlgenError:
     return caught.value
 
 
-@pytest.mark.fault(50)
-def test_a_server_that_is_not_there(bench: Bench, proof: Proof) -> None:
-    error = failure(lambda: bench.engine(url="http://127.0.0.1:9"), within=5)
-    assert isinstance(error, ServerLost) and error.exit_code == 6
-    assert "http://127.0.0.1:9 cannot be reached" in str(error)
-    proof(f"nobody listens: {error}")
-
-
 @pytest.mark.fault(50, 86)
-def test_a_wrong_token(bench: Bench, proof: Proof) -> None:
+def test_a_server_that_cannot_be_used(bench: Bench, proof: Proof) -> None:
+    error = failure(lambda: bench.engine(url="http://127.0.0.1:9"), within=5)
+    assert isinstance(error, ServerLost) and error.exit_code == 6 and "http://127.0.0.1:9 cannot be reached" in str(error)
+    proof(f"nobody listens: {error}")
     error = failure(lambda: bench.engine(token="guessed"), within=5)
     assert error.exit_code == 6 and "engine.token_env" in str(error) and bench.token not in str(error)
     proof("another token than the server's")
-
-
-@pytest.mark.fault(50)
-def test_a_server_of_another_model(bench: Bench, proof: Proof) -> None:
     shape = model_shape(tiny_model("llama").config)
     error = failure(lambda: ServerPool._examined(Server(bench.process.url, bench.token, TIMEOUT), shape), within=5)
     assert error.exit_code == 6 and "model_type is qwen3 there, llama here" in str(error)
@@ -179,7 +146,6 @@ def test_killed_while_idle(bench: Bench, engine: ServerEngine, undisturbed: list
     proof("SIGKILL to all processes of a real server; one recovery counted")
 
 
-@pytest.mark.slow
 @pytest.mark.timed
 @pytest.mark.fault(51)
 def test_killed_while_idle_when_nobody_can_start_it(bench: Bench, undisturbed: list[Completion], proof: Proof) -> None:
@@ -199,29 +165,18 @@ def test_killed_while_idle_when_nobody_can_start_it(bench: Bench, undisturbed: l
 @pytest.mark.fault(51)
 def test_killed_while_generating(bench: Bench, engine: ServerEngine, undisturbed: list[Completion], proof: Proof) -> None:
     arrived: list[int] = []
-    sample = client.sample
 
-    async def killing(
-        servers: Any, requests: Any, sampling: Any, salt: Any, version_of: Any, hand_over: Any, *others: Any
-    ) -> None:
-        def one_more(place: int, answer: Completion) -> None:
-            hand_over(place, answer)
-            arrived.append(place)
-            if len(arrived) == 5:
-                bench.kill()
+    def one_more(place: int, answer: Completion) -> None:
+        arrived.append(place)
+        if len(arrived) == 5:
+            bench.kill()
 
-        await sample(servers, requests, sampling, salt, version_of, one_more, *others)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(client, "sample", killing)
-        assert engine.generate(REQUESTS, SAMPLING) == undisturbed
+    assert engine.generate(REQUESTS, SAMPLING, one_more) == undisturbed
     assert engine.recoveries == 1
-    assert arrived.index(arrived[-1]) >= 5 and len(set(arrived)) == len(REQUESTS)  # what had arrived was not asked again
-    assert len(arrived) == len(REQUESTS)
+    assert len(arrived) == len(set(arrived)) == len(REQUESTS)  # what had arrived was not asked again
     proof("SIGKILL when 5 of 48 answers had arrived; none was asked twice")
 
 
-@pytest.mark.slow
 @pytest.mark.timed
 @pytest.mark.fault(52)
 def test_hanging_while_healthy(bench: Bench, engine: ServerEngine, undisturbed: list[Completion], proof: Proof) -> None:
@@ -233,7 +188,6 @@ def test_hanging_while_healthy(bench: Bench, engine: ServerEngine, undisturbed: 
     proof(f"paused server: {bench.said[0]}")
 
 
-@pytest.mark.slow
 @pytest.mark.timed
 @pytest.mark.fault(51, 52)
 def test_hanging_when_nobody_can_start_it(bench: Bench, undisturbed: list[Completion], proof: Proof) -> None:
@@ -258,7 +212,7 @@ def test_killed_during_a_sync(bench: Bench, engine: ServerEngine, proof: Proof) 
         if not fired:
             fired.append(os.getpid())
             bench.signal_server(signal.SIGSTOP)  # it gets the order and does not carry it out
-            after(1.0, bench.kill)
+            threading.Timer(1.0, bench.kill).start()
         return load(self, folder, version, hashed)
 
     with bench.other_weights(), pytest.MonkeyPatch.context() as patch:

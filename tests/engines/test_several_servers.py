@@ -1,8 +1,7 @@
 """Two real servers that a recipe launches: started together, each answers its share, and each is restarted on its own."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +9,20 @@ import psutil
 import pytest
 import torch
 from conftest import open_vllm, tiny_model
+from helpers.engines import changed, kill
+from helpers.recipes import recipe_for
 from helpers.samples import request
 from helpers.waiting import HANGS
 
 from rlgen.engines.fleet import ServerPool
 from rlgen.engines.launch import ServerPlan, new_token, start_servers
-from rlgen.engines.open import build_engine, launched, server_plans
+from rlgen.engines.open import build_engine, server_plans
 from rlgen.engines.server import ServerEngine
 from rlgen.errors import EngineError, SetupError
 from rlgen.models.load import locate
 from rlgen.models.weights import checkpoint_tensors
 from rlgen.processes import Processes
-from rlgen.recipe import Recipe
+from rlgen.recipe.engines import EngineNeeds
 from rlgen.types import Sampling
 
 pytestmark = pytest.mark.vllm
@@ -29,34 +30,23 @@ SAMPLING = Sampling(max_tokens=48, temperature=1.0, stop_ids=(257,))
 REQUESTS = [request(range(3, 5 + place % 7), seed=1000 + place) for place in range(16)]
 
 
-def recipe(**engine: Any) -> Recipe:
+def needs(**engine: Any) -> EngineNeeds:
     settings = {"kind": "server", "launch": True, "servers": 2, "max_model_len": 256, "start_timeout": HANGS, **engine}
-    return Recipe.model_validate(
-        {
-            "run": {"name": "servers"},
-            "model": {"path": "tiny:qwen3", "dtype": "float32"},
-            "data": {"source": "task:sort"},
-            "rewards": [{"use": "exact_match"}],
-            "engine": settings,
-        }
-    )
+    return recipe_for("tiny:qwen3", engine=settings).engine_needs
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerEngine, ServerPool, list[str], Path]]:
-    logs, said = tmp_path_factory.mktemp("servers"), []
-    engine = build_engine(recipe(), locate("tiny:qwen3"), Processes.alone(), logs, said.append)
+    logs = tmp_path_factory.mktemp("servers")
+    said: list[str] = []
+    engine = build_engine(needs(), locate("tiny:qwen3"), Processes.alone(), logs, said.append)
     assert isinstance(engine, ServerEngine) and isinstance(engine._keeper, ServerPool)
     yield engine, engine._keeper, said, logs
     engine.close()
 
 
-def processes_of(fleet: ServerPool) -> list[list[psutil.Process]]:
-    found = []
-    for member in fleet._members:
-        assert member.process is not None
-        found.append(member.process.processes())
-    return found
+def processes_of(pool: ServerPool) -> list[list[psutil.Process]]:
+    return [process.processes() for process in pool._processes.values()]
 
 
 @pytest.mark.slow
@@ -67,10 +57,7 @@ def test_each_answers_its_share_and_comes_back_on_its_own(two: Any, proof: Calla
     assert len(set(urls)) == 2 and sorted(path.name for path in logs.iterdir()) == ["server0.log", "server1.log"]
     before = processes_of(fleet)
     assert not {one.pid for one in before[0]} & {one.pid for one in before[1]}
-    model = tiny_model("qwen3")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    model = changed(tiny_model("qwen3"))
     engine.sync(checkpoint_tensors(model), 1)
     asked: Counter[str] = Counter()
     with pytest.MonkeyPatch.context() as patch:
@@ -88,10 +75,7 @@ def test_each_answers_its_share_and_comes_back_on_its_own(two: Any, proof: Calla
     assert answers == alone.generate(REQUESTS, SAMPLING)  # whoever answers, it is the same answer
     alone.close()
 
-    for process in before[1]:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(before[1], timeout=HANGS)
+    kill(before[1])
     assert engine.generate(REQUESTS, SAMPLING) == answers
     assert fleet.brought_back == {urls[1]: 1} and urls[1] in said[0] and "starting it again" in said[0]
     after = processes_of(fleet)
@@ -103,8 +87,8 @@ def test_each_answers_its_share_and_comes_back_on_its_own(two: Any, proof: Calla
 @pytest.mark.slow
 def test_a_launch_of_which_one_does_not_start_leaves_none(tmp_path: Path) -> None:
     """As when one port is taken, or one GPU has no memory: it is named, and the others are ended at once."""
-    good = server_plans(recipe(servers=1), locate("tiny:qwen3"))[0]
-    wrong = server_plans(recipe(servers=1, extra={"no_such_argument": 1}), locate("tiny:qwen3"))[0]
+    good = server_plans(needs(servers=1), locate("tiny:qwen3"))[0]
+    wrong = server_plans(needs(servers=1, extra={"no_such_argument": 1}), locate("tiny:qwen3"))[0]
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     with pytest.raises(EngineError, match=r"this vLLM has no argument --no-such-argument.*server1\.log"):
         start_servers([good, wrong], new_token(), [tmp_path / "server0.log", tmp_path / "server1.log"], HANGS)
@@ -118,22 +102,14 @@ def test_servers_of_one_launch_never_meet_at_a_port(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("rlgen.engines.launch.claim", lambda host, port: port or next(offered))
     monkeypatch.setattr("rlgen.engines.launch.wait_all_ready", lambda servers, timeout: 0.0)
     monkeypatch.setattr(ServerPlan, "command", lambda plan: started.append(plan.port) or ["-c", "pass"])
-    servers = start_servers(server_plans(recipe(servers=3), "m"), "t", [tmp_path / str(n) for n in range(3)], 1.0)
+    servers = start_servers(server_plans(needs(servers=3), "m"), "t", [tmp_path / str(n) for n in range(3)], 1.0)
     for server in servers:
         server.stop()
     assert started == [4711, 4712, 4713] == [server.plan.port for server in servers]
 
 
-def test_servers_that_would_share_a_gpu_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_that_would_share_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-
-    def never(plans: Sequence[ServerPlan], *_: object) -> None:
-        raise AssertionError("started")
-
-    monkeypatch.setattr("rlgen.engines.open.start_servers", never)
-    asked = recipe(servers=2, tensor_parallel_size=2)
     with pytest.raises(SetupError, match=r"engine\.servers 2: the servers would all use .* 4 GPUs, such as \[0, 1, 2, 3\]"):
-        launched(asked, asked.engine, "m", "t", tmp_path)  # type: ignore[arg-type]
-    for one in (recipe(servers=1), recipe(servers=2, devices=[0, 1])):
-        with pytest.raises(AssertionError, match="started"):
-            launched(one, one.engine, "m", "t", tmp_path)  # type: ignore[arg-type]
+        server_plans(needs(servers=2, tensor_parallel_size=2), "m")
+    assert len(server_plans(needs(servers=1), "m")) == 1 and len(server_plans(needs(servers=2, devices=[0, 1]), "m")) == 2

@@ -1,7 +1,7 @@
 """The order in which a sleeping engine is woken, filled and used. A stand-in records what vLLM is called with; whether memory
 is freed, and that the log-probs of an engine that slept are right, only a GPU shows: `make gpu-check`."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import make_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import open_vllm, tiny_model
+from helpers.engines import changed
 from helpers.samples import request
 from torch import Tensor, nn
 
@@ -30,10 +31,11 @@ from rlgen.sentinel.watch import Watch
 from rlgen.setup.data import open_data
 from rlgen.setup.probe import probe_of
 from rlgen.setup.trainer_and_engine import open_trainer_and_engine
-from rlgen.types import WHOLE, Completion, Sampling
+from rlgen.types import WHOLE, Completion, Sample, Sampling
 
 SAMPLING = Sampling(max_tokens=3, temperature=1.0, stop_ids=(259,))
 ASKED = [request([1, 2], 0)]
+SMALLER = r"--set engine\.gpu_memory_utilization=0\.36 .* or --set engine\.max_num_seqs=32 "
 
 
 class Model(nn.Linear):
@@ -120,15 +122,10 @@ def test_weights_wake_before_the_sync_and_the_cache_after_it(open_recorded: Any)
     llm.calls.clear()
     engine.sync(weights(), 2)  # awake already, as after a resume: nothing to wake
     assert llm.calls == [f"load {count}", "reset cache"]
-
-
-def test_an_engine_that_shall_not_sleep_never_does(open_recorded: Any) -> None:
     engine, llm = open_recorded(sleep=False)
     engine.sleep()
     engine.sync(weights(), 1)
-    engine.generate(ASKED, SAMPLING)
-    assert not [call for call in llm.calls if "sleep" in call or "wake" in call]
-    assert llm.arguments["enable_sleep_mode"] is False
+    assert llm.calls == [f"load {count}", "reset cache"] and llm.arguments["enable_sleep_mode"] is False
 
 
 @pytest.mark.fault(57)
@@ -143,47 +140,38 @@ def test_a_sleeping_engine_refuses_to_sample(open_recorded: Any, proof: Any) -> 
     proof("an engine that was put to sleep at level 2 is asked")
 
 
-@pytest.mark.parametrize("fault", ["load", "wake"])
-def test_a_sync_that_fails_leaves_it_asleep(open_recorded: Any, fault: str) -> None:
+@pytest.mark.fault(41)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"fails": True}, "did not take the weights of version 1: the memory does not suffice for its wake-up: out of memory; "),
+        ({"wakes": False}, "did not wake up"),
+        ({"starves": "weights"}, rf"for its wake-up: CUDA out of memory\..* GiB; peak .* helps most: {SMALLER}"),
+        ({"starves": "kv_cache"}, rf"for its wake-up: CUDA out of memory\..* GiB; peak .* helps most: {SMALLER}"),
+    ],
+)
+def test_a_wake_up_that_fails_leaves_it_asleep(open_recorded: Any, change: dict[str, Any], words: str, proof: Any) -> None:
     engine, llm = open_recorded(sleep=True)
     engine.sleep()
-    llm.fails, llm.wakes = fault == "load", fault != "wake"
-    with pytest.raises(EngineError, match=r"did not take the weights of version 1|did not wake up"):
+    vars(llm).update(change)
+    with pytest.raises(EngineError, match=words) as caught:
         engine.sync(weights(), 1)
-    assert engine.weight_version == 0
+    assert caught.value.exit_code == 6 and engine.weight_version == 0
     with pytest.raises(EngineError, match="sleeps"):
         engine.generate(ASKED, SAMPLING)
-    llm.fails, llm.wakes = False, True
+    vars(llm).update(fails=False, wakes=True, starves="")
     engine.sync(weights(), 1)  # the next one heals it
     engine.generate(ASKED, SAMPLING)
     assert engine.weight_version == 1 and llm.calls[-2:] == ["wake kv_cache", "generate"]
-
-
-@pytest.mark.fault(41)
-@pytest.mark.parametrize("part", ["weights", "kv_cache"])
-def test_a_wake_up_without_memory_says_so(open_recorded: Any, part: str, proof: Any) -> None:
-    engine, llm = open_recorded(sleep=True)
-    engine.sleep()
-    llm.starves = part
-    smaller = r"--set engine\.gpu_memory_utilization=0\.36 .* or --set engine\.max_num_seqs=32 "
-    with pytest.raises(
-        EngineError, match=rf"for its wake-up: CUDA out of memory\..* GiB; peak .* helps most: {smaller}"
-    ) as caught:
-        engine.sync(weights(), 1)
-    assert caught.value.exit_code == 6 and llm.calls[-1] == f"wake {part}" and engine.weight_version == 0
-    proof(f"torch.OutOfMemoryError when a stand-in for vLLM wakes up its {part}: exit 6")
+    proof(f"a stand-in for vLLM with {change}, such as torch.OutOfMemoryError when it wakes up: exit 6")
 
 
 def test_an_engine_that_is_awake_says_what_lacks_memory(open_recorded: Any) -> None:
     engine, llm = open_recorded(sleep=False)
     llm.starves, llm.fails = "generate", True
-    with pytest.raises(
-        EngineError, match=r"working on 1 requests: the memory does not suffice for sampling: CUDA .* most: --set "
-    ):
+    with pytest.raises(EngineError, match=r"on 1 requests: the memory does not suffice for sampling: CUDA .* most: --set "):
         engine.generate(ASKED, SAMPLING)
-    with pytest.raises(
-        EngineError, match=r"weights of version 1: the memory does not suffice for a weight sync: out of memory; "
-    ):
+    with pytest.raises(EngineError, match=r"of version 1: the memory does not suffice for a weight sync: out of memory; "):
         engine.sync(weights(), 1)
 
 
@@ -252,17 +240,20 @@ def test_the_ladder_sleeps_before_it_sends(sleepy: tuple[Probe, list[str]]) -> N
     assert calls == ["generate", "sleep", "sync", "generate", "sleep", "sync", "generate"]
 
 
+def watched(probe: Probe, samples: Sequence[Sample]) -> None:
+    """Looks at the samples of a batch as a run with `engine.sleep` does."""
+    watch = Watch(probe=probe, on_drift="stop", sleeps=True, probe_every=None, drain=lambda: None, say=print)
+    watch(Samples.of(samples, ()), torch.cat(probe.trainer.logp(samples, WHOLE)), 1)
+
+
 def test_a_drift_is_looked_at_by_a_woken_engine(sleepy: tuple[Probe, list[str]]) -> None:
     probe, calls = sleepy
-    watch = Watch(probe=probe, on_drift="stop", sleeps=True, probe_every=None, drain=lambda: None, say=print)
-    with torch.no_grad():  # the engine misses an update that it names
-        for parameter in probe.engine._model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
+    changed(probe.engine._model, 0.05)  # type: ignore[attr-defined]  # the engine misses an update that it names
     samples = probe.sample(WHOLE, 12)
     probe.engine.sleep()
     calls.clear()
     with pytest.raises(SentinelError, match=r"agree once version 0 is sent again") as caught:
-        watch(Samples.of(samples, ()), torch.cat(probe.trainer.logp(samples, WHOLE)), 1)
+        watched(probe, samples)
     assert caught.value.fault is Fault.STALE_WEIGHTS and calls[:2] == ["sync", "generate"]
 
 
@@ -271,7 +262,6 @@ def test_a_drift_is_named_even_if_the_engine_cannot_wake(
 ) -> None:
     """Between a backward pass and its step there may be no memory to wake up in."""
     probe, _ = sleepy
-    watch = Watch(probe=probe, on_drift="stop", sleeps=True, probe_every=None, drain=lambda: None, say=print)
     off = np.float32(-0.1) * np.arange(12, dtype=np.float32)  # what no known cause explains
     samples = [
         replace(sample, sampler_logp=sample.sampler_logp + off[: len(sample.sampler_logp)]) for sample in probe.sample(WHOLE, 12)
@@ -283,5 +273,5 @@ def test_a_drift_is_named_even_if_the_engine_cannot_wake(
 
     monkeypatch.setattr(TransformersEngine, "sync", no_memory)
     with pytest.raises(SentinelError, match="could not be checked again: vLLM did not take") as caught:
-        watch(Samples.of(samples, ()), torch.cat(probe.trainer.logp(samples, WHOLE)), 1)
+        watched(probe, samples)
     assert caught.value.fault is Fault.DRIFT

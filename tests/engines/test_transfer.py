@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import open_vllm, tiny_model
+from helpers.engines import FakeServer, changed, engine_info, pool_of
 from helpers.samples import request
 from helpers.waiting import HANGS
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rlgen.engines import transfer
-from rlgen.engines.base import EngineInfo, Settings, SyncReport, cast_for, module_of
-from rlgen.engines.fleet import Member, ServerPool
+from rlgen.engines.base import SyncReport, cast_for, module_of
 from rlgen.engines.http import Server
 from rlgen.engines.transfer import FileTransfer
 from rlgen.engines.transformers import TransformersEngine
@@ -26,21 +26,13 @@ from rlgen.processes import Processes
 from rlgen.sentinel.sync import send_weights
 from rlgen.types import Sampling
 
-SETTINGS = Settings(dtype="bfloat16", head_dtype="float32", logprobs_mode="processed_logprobs", vocab_size=260)
-FACTS = EngineInfo(
-    engine="e 1", plan="p", model="m", revision=None, settings=SETTINGS, stop_ids=(1,), max_model_len=None, cache_block=None
-)
+NARROW = engine_info("bfloat16")
 FAMILIES = ["qwen3", "phi3-untied", "gpt2-tied", "mixtral-tied", "glm4_moe-untied"]
 
 
-def moved(name: str) -> Any:
-    """A model in float32 whose weights bfloat16 cannot hold."""
-    model = tiny_model(name)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for tensor in own_tensors(model).values():
-            tensor.add_(0.02 * torch.randn(tensor.shape, generator=generator))
-    return model
+def changed_model(name: str) -> Any:
+    """In float32, with weights that bfloat16 cannot hold."""
+    return changed(tiny_model(name))
 
 
 def on_disk(folder: Path) -> int:
@@ -72,7 +64,7 @@ def test_what_is_rounded() -> None:
         "model.count": whole,
         "lm_head.weight": wide.bfloat16(),
     }
-    facts = replace(FACTS, wider=("language_model.model.layers.0.gate.e_score_correction_bias",))
+    facts = replace(NARROW, wider=("language_model.model.layers.0.gate.e_score_correction_bias",))
     cast = dict(cast_for(facts, weights.items()))
     assert [(name, tensor.dtype, tensor.item()) for name, tensor in cast.items()] == [
         ("model.layers.0.up.weight", torch.bfloat16, 1.0),
@@ -82,13 +74,14 @@ def test_what_is_rounded() -> None:
         ("model.count", torch.int64, 7),
         ("lm_head.weight", torch.bfloat16, 1.0),
     ]
-    exact = replace(FACTS, settings=replace(SETTINGS, dtype="float32"))
-    assert all(tensor is weights[name] for name, tensor in cast_for(exact, weights.items()))  # nothing is widened, or copied
+    assert all(
+        tensor is weights[name] for name, tensor in cast_for(engine_info(), weights.items())
+    )  # nothing is widened, or copied
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_engine_gets_the_weights_that_it_would_have_rounded_to(name: str) -> None:
-    model = moved(name)
+    model = changed_model(name)
     engines = [TransformersEngine(model=tiny_model(name).bfloat16(), fp32_head=True, max_num_seqs=8) for _ in range(2)]
     engines[0].sync(checkpoint_tensors(model), 1)
     arrived: dict[str, Tensor] = {}
@@ -108,7 +101,7 @@ def test_the_engine_gets_the_weights_that_it_would_have_rounded_to(name: str) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_vllm_computes_what_it_computed_from_wider_weights(name: str) -> None:
-    model, sampling = moved(name), Sampling(max_tokens=16, temperature=1.0, stop_ids=(257, 259))
+    model, sampling = changed_model(name), Sampling(max_tokens=16, temperature=1.0, stop_ids=(257, 259))
     requests = [request([10, 20, 30 + place], place) for place in range(8)]
     engine = open_vllm(name, dtype="bfloat16", max_model_len=80, max_num_seqs=16)
     try:
@@ -124,10 +117,10 @@ def test_vllm_computes_what_it_computed_from_wider_weights(name: str) -> None:
 
 
 def test_a_sync_of_a_bfloat16_engine_writes_half_the_bytes(tmp_path: Path) -> None:
-    model, outbox = moved("qwen3"), FileTransfer(str(tmp_path))
+    model, outbox = changed_model("qwen3"), FileTransfer(str(tmp_path))
     try:
         wide = on_disk(outbox.write(checkpoint_tensors(model), 1))
-        narrow = on_disk(outbox.write(cast_for(FACTS, checkpoint_tensors(model)), 2))
+        narrow = on_disk(outbox.write(cast_for(NARROW, checkpoint_tensors(model)), 2))
         assert wide > 3_000_000
         assert 0.5 < narrow / wide <= 0.52
     finally:
@@ -143,7 +136,7 @@ def test_one_copy_of_the_weights_lies_in_shared_memory(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(transfer, "save_file", counted)
     monkeypatch.setattr(transfer, "FILE_BYTES", 1 << 18)
-    model, outbox = moved("qwen3"), FileTransfer(str(tmp_path))
+    model, outbox = changed_model("qwen3"), FileTransfer(str(tmp_path))
     try:
         first = outbox.current = outbox.write(checkpoint_tensors(model), 1)
         whole, files = on_disk(tmp_path), len(held)
@@ -155,67 +148,45 @@ def test_one_copy_of_the_weights_lies_in_shared_memory(tmp_path: Path, monkeypat
         outbox.close()
 
 
-class Loading:
+class Loading(FakeServer):
     """A server that loads only while another one does."""
 
     def __init__(self, url: str, meeting: threading.Barrier) -> None:
-        self.url, self._meeting = url, meeting
-        self.labels: list[str] = []
+        super().__init__(url)
+        self._meeting = meeting
 
     def load(self, folder: str, version: int, hashed: bool) -> SyncReport:
+        assert (Path(folder) / "manifest.json").exists()
         self._meeting.wait(HANGS)
+        self.note("load")
         return SyncReport(version=version, received={"w": "float32[2]"}, not_loaded=())
-
-    def label(self) -> str:
-        return "default"
-
-    def set_label(self, label: str) -> None:
-        self.labels.append(label.partition(".")[2])
-
-    def reset_cache(self) -> None:
-        pass
 
 
 def test_all_servers_load_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ServerPool, "_examined", staticmethod(lambda server, shape: FACTS))
     meeting = threading.Barrier(3)
     servers = [Loading(f"http://{number}", meeting) for number in range(3)]
-    members = [Member(server, None) for server in servers]  # type: ignore[arg-type]
-    fleet = ServerPool(members=members, shape={}, in_flight=False, restarts=0, carrier=FileTransfer(None), say=print)
+    pool = pool_of(monkeypatch, servers, FileTransfer(None))
     try:
-        receipt = fleet.sync([("w", torch.ones(2))], 1)
-        assert receipt.received == {"w": "float32[2]"} and fleet.held.version == 1
-        assert [server.labels for server in servers] == [["", "1"]] * 3
+        receipt = pool.sync([("w", torch.ones(2))], 1)
+        assert receipt.received == {"w": "float32[2]"} and pool.held.version == 1
+        # What was computed with the old weights is forgotten after the load.
+        assert [server.log for server in servers] == [[("set_label", ""), "load", "reset_cache", ("set_label", "1")]] * 3
     finally:
-        fleet.close()
+        pool.close()
 
 
-class Refusing:
+class Refusing(FakeServer):
     """A server whose workers refuse the second weights, with what they answered."""
 
     def __init__(self, *answers: dict[str, Any]) -> None:
-        self._real, self._answers, self.told = Server("http://127.0.0.1:9", "token", 1.0), list(answers), "default"
-
-    @property
-    def url(self) -> str:
-        return self._real.url
+        super().__init__("http://127.0.0.1:9")
+        self._real, self._answers = Server(self.url, "token", 1.0), list(answers)
 
     def load(self, folder: str, version: int, hashed: bool) -> SyncReport:
-        def call(method: str, route: str, *_: object) -> dict[str, Any]:
-            loaded = {"version": version, "received": {}, "not_loaded": []}
-            return {"results": [loaded] if version == 1 else self._answers}
-
-        self._real.call = call  # type: ignore[method-assign]
+        loaded = {"version": version, "received": {}, "not_loaded": []}
+        answers = [loaded] if version == 1 else self._answers
+        self._real.call = lambda *_: {"results": answers}  # type: ignore[method-assign]
         return self._real.load(folder, version, hashed)
-
-    def label(self) -> str:
-        return self.told
-
-    def set_label(self, label: str) -> None:
-        self.told = label
-
-    def reset_cache(self) -> None:
-        pass
 
 
 @pytest.mark.parametrize(
@@ -229,18 +200,16 @@ class Refusing:
 def test_weights_that_are_refused_leave_the_label_of_those_that_are_kept(
     monkeypatch: pytest.MonkeyPatch, answers: list[dict[str, Any]], kept: bool
 ) -> None:
-    monkeypatch.setattr(ServerPool, "_examined", staticmethod(lambda server, shape: FACTS))
     server = Refusing(*answers)
-    members = [Member(server, None)]  # type: ignore[arg-type]
-    fleet = ServerPool(members=members, shape={}, in_flight=False, restarts=0, carrier=FileTransfer(None), say=print)
+    pool = pool_of(monkeypatch, [server], FileTransfer(None))
     try:
-        fleet.sync([("w", torch.ones(2))], 1)
-        before = server.told
+        pool.sync([("w", torch.ones(2))], 1)
+        before = server.label()
         with pytest.raises(EngineError, match=answers[0]["error"]):
-            fleet.sync([("w", torch.ones(2))], 2)
-        assert before.endswith(".1") and server.told == (before if kept else "loading") and fleet.held.version == 1
+            pool.sync([("w", torch.ones(2))], 2)
+        assert before.endswith(".1") and server.label() == (before if kept else "loading") and pool.held.version == 1
     finally:
-        fleet.close()
+        pool.close()
 
 
 def test_what_cannot_be_written_leaves_nothing_to_bring_a_server_back_with(

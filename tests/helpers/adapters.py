@@ -16,7 +16,7 @@ from rlgen.rollout.sample import rollout
 from rlgen.rollout.samples import Samples
 from rlgen.rollout.score import score
 from rlgen.sentinel.bounds import engine_gap
-from rlgen.types import WHOLE, Sample, Sampling
+from rlgen.types import WHOLE, Distribution, Sample, Sampling
 
 SAMPLING = Sampling(max_tokens=16, temperature=1.0, stop_ids=(257, 259))
 # Projections that the engine packs, that are packed already, that are transposed; tied heads; experts that are not adapted.
@@ -34,8 +34,9 @@ def sample(engine: Any) -> list[Sample]:
     return [sample for group in groups for sample in group.samples]
 
 
-def gap(policy: Policy, samples: list[Sample]) -> float:
-    return engine_gap(samples, score(policy, samples, WHOLE, 4096, Processes.alone())).max_delta
+def gap(policy: Policy, samples: list[Sample], distribution: Distribution = WHOLE) -> float:
+    """The most that engine and trainer differ on any token."""
+    return engine_gap(samples, score(policy, samples, distribution, 4096, Processes.alone())).max_delta
 
 
 def gap_to_base(policy: Policy, samples: list[Sample]) -> float:

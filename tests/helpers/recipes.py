@@ -9,7 +9,7 @@ from rlgen.errors import RecipeError
 from rlgen.recipe import Recipe, load_recipe
 
 
-def recipe_for(model: str, **sections: dict[str, Any]) -> Recipe:
+def recipe_for(model: str, /, **sections: Any) -> Recipe:
     """The shortest recipe that trains this model in float32, with more sections, or with others in their place."""
     model_section = {"path": model, "dtype": "float32"}
     shortest = {"run": {"name": "test"}, "data": {"source": "task:sort"}, "rewards": [{"use": "exact_match"}]}

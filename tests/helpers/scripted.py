@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rlgen.engines.base import Engine, Finished
-from rlgen.engines.further import FollowUpQueue
+from rlgen.engines.base import Engine, Finished, FollowUpQueue
 from rlgen.rollout.conversations import Dialogue
 from rlgen.rollout.turns import Answer, ConversationState, Reply
 from rlgen.types import Completion, Ids, Request, Sampling, ids_of

@@ -111,7 +111,7 @@ def test_age_and_changes_of_weights_follow_from_how_far_ahead_is_sampled(
 ) -> None:
     found = recipe(tmp_path, *overrides)
     assert (found.oldest_sample, found.in_flight) == (oldest, in_flight)
-    assert EnginePlan.of(found, "m").max_num_seqs == sequences
+    assert EnginePlan.of(found.engine_needs, "m").max_num_seqs == sequences
 
 
 @pytest.mark.parametrize(

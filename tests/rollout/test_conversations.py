@@ -15,8 +15,7 @@ from helpers.scripted import Recorded, Scripted, dialogue, in_threads, reply_ids
 from helpers.slow import slow_but
 from helpers.waiting import HANGS
 
-from rlgen.engines.base import Engine, Finished
-from rlgen.engines.further import FollowUpQueue
+from rlgen.engines.base import Engine, Finished, FollowUpQueue
 from rlgen.errors import EngineError, Fault, SentinelError
 from rlgen.models.policy import Policy
 from rlgen.models.tiny import byte_tokenizer
@@ -106,7 +105,7 @@ def test_a_server_that_is_killed_among_conversations_changes_nothing() -> None:
 
     def later(turn: Any, answer: Any) -> None:
         if turn.turn == 1 and not killed:
-            for process in opened._keeper._members[0].process.processes():
+            for process in [one for server in opened._keeper._processes.values() for one in server.processes()]:
                 killed.append(process.pid)
                 process.kill()
         answer()

@@ -328,7 +328,7 @@ def journal_of_a_run(folder: Path, base: str | None = None, tools: str | None = 
     recipe = Recipe.model_validate({"run": {"name": "r"}, "model": {"path": "tiny:qwen3"}, "engine": settings, **rest})
     directory, console = SimpleNamespace(journal=folder), SimpleNamespace(say=print)
     attempt = SimpleNamespace(recipe=recipe, directory=directory, console=console, processes=Processes.alone())
-    facts = replace(FACTS, plan=EnginePlan.of(recipe, "m").digest())
+    facts = replace(FACTS, plan=EnginePlan.of(recipe.engine_needs, "m").digest())
     models, open_engine = SimpleNamespace(base=base), SimpleNamespace(facts=lambda: facts, abilities=ABILITIES)
     both = SimpleNamespace(
         state=SimpleNamespace(models=models),

@@ -14,7 +14,7 @@ from helpers.samples import TEXTS
 from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.open import build_engine
 from rlgen.processes import Processes
-from rlgen.recipe import load_recipe
+from rlgen.recipe import Recipe, load_recipe
 from rlgen.sentinel.sync import send_weights
 from rlgen.setup import trainer_and_engine
 from rlgen.setup.policy import build_policy
@@ -32,14 +32,15 @@ class Kept:
     """An engine that stays open from run to run, and goes back to the weights it was opened with."""
 
     def __init__(self) -> None:
+        self.recipe: Recipe
         self.engine: ColocatedEngine | None = None
 
-    def build(self, recipe, location, processes, logs, say):  # type: ignore[no-untyped-def]
+    def build(self, needs, location, processes, logs, say):  # type: ignore[no-untyped-def]
         if self.engine is None:
-            self.engine = build_engine(recipe, location, processes, logs, say)
+            self.engine = build_engine(needs, location, processes, logs, say)
             self.close, self.engine.close = self.engine.close, lambda: None  # type: ignore[method-assign]
         else:
-            policy = build_policy(TrainSettings.of(recipe), location, TEXTS, processes.device)
+            policy = build_policy(TrainSettings.of(self.recipe), location, TEXTS, processes.device)
             send_weights(self.engine, policy.model, 0, Processes.alone())
         return self.engine
 
@@ -50,6 +51,7 @@ def main(recipe: Path, folder: Path, size: str, trainers: Sequence[str]) -> None
     trainer_and_engine.build_engine = kept.build  # type: ignore[assignment]
     for name in trainers:
         loaded = load_recipe(recipe, [f"trainer={TRAINERS[name]}", f"engine.tensor_parallel_size={size}", "run.steps=1"])
+        kept.recipe = loaded.recipe
         train_in(folder / name, loaded, processes)
     kept.close()
 

@@ -151,7 +151,9 @@ tied_head_stale = instead(vllm_weights, "repack_heads", lambda *_: 0)
 
 
 def cache_not_emptied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    instead(vllm_compat, "prompts_of", lambda prompts_of, requests, salt: prompts_of(requests, "always the same"))(monkeypatch)
+    instead(vllm_compat, "vllm_prompts", lambda vllm_prompts, requests, salt: vllm_prompts(requests, "always the same"))(
+        monkeypatch
+    )
     return instead(vllm_weights, "reset_prefix_cache", lambda *_: True)(monkeypatch)
 
 

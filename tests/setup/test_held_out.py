@@ -60,7 +60,7 @@ def test_prompts_longer_than_those_of_training_fit_into_the_engine(recipe: Path)
     longest, trained = data.held_out.prompts.longest, data.prompts.longest
     assert longest > trained + 30
     assert data.recipe.max_row_tokens == trained + 12 and data.recipe.engine_row_tokens == longest + 12
-    assert EnginePlan.of(data.recipe, data.location).max_model_len == longest + 12
+    assert EnginePlan.of(data.recipe.engine_needs, data.location).max_model_len == longest + 12
     assert [prompt.columns["question"] for prompt in data.held_out.prompts.take(0, 2)] == ["two", "four"], "in their order"
 
 

@@ -14,7 +14,7 @@ from helpers.samples import completion
 from helpers.waiting import HANGS
 
 from rlgen.data.suffix import Suffixes
-from rlgen.engines.further import FollowUpQueue
+from rlgen.engines.base import FollowUpQueue
 from rlgen.recipe.data import DataRecipe
 from rlgen.recipe.models import EnvironmentRecipe, ScoringRecipe, ToolRecipe
 from rlgen.rollout.tools import ToolTurns

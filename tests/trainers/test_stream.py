@@ -23,8 +23,7 @@ from safetensors.torch import load_file
 
 from rlgen.analysis.run import read_run
 from rlgen.cli.train import train_command
-from rlgen.engines.base import Finished
-from rlgen.engines.further import FollowUpQueue
+from rlgen.engines.base import Finished, FollowUpQueue
 from rlgen.errors import EngineError, RewardError, RlgenError, SentinelError, Stopped
 from rlgen.processes import Processes
 from rlgen.recipe.models import RewardRecipe, ScoringRecipe

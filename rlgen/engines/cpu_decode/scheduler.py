@@ -23,7 +23,7 @@ from vllm.v1.request import Request, RequestStatus
 from rlgen.engines.vllm_compat import HELD
 
 
-class Row(NamedTuple):
+class SteadyRequest(NamedTuple):
     """A running request in steady steps."""
 
     request: Request
@@ -51,7 +51,7 @@ class DecodeScheduler(Scheduler):
 
     finished_req_ids: set[str]
     reset_preempted_req_ids: set[str]
-    _rows: tuple[Row, ...] = ()  # the running requests, if all of them were decoding in the last step
+    _rows: tuple[SteadyRequest, ...] = ()  # the running requests, if all of them were decoding in the last step
     _step: SchedulerOutput | None = None  # the steady step whose tokens have not arrived yet
     _stretch: Stretch | None = None  # the last steady steps in which no request left
 
@@ -97,7 +97,7 @@ class DecodeScheduler(Scheduler):
             scheduled = self.prev_step_scheduled_req_ids
             if not all(is_decoding(request) and request.request_id in scheduled for request in self.running):
                 return False
-            self._rows = tuple(row_of(request, self.max_model_len, self.log_stats) for request in self.running)
+            self._rows = tuple(steady_request(request, self.max_model_len, self.log_stats) for request in self.running)
             for name in self._held.keys() - self.requests.keys():  # aborted
                 del self._held[name]
         wanted = sum(request.num_computed_tokens % self.block_size == 0 for request in self.running)
@@ -224,7 +224,7 @@ def is_decoding(request: Request) -> bool:
     )
 
 
-def row_of(request: Request, max_model_len: int, log_stats: bool) -> Row:
+def steady_request(request: Request, max_model_len: int, log_stats: bool) -> SteadyRequest:
     """Returns a running request with the ids and the length that end it. With `log_stats`, vLLM counts each step's tokens."""
     params = request.sampling_params
     held: bool = (
@@ -234,4 +234,4 @@ def row_of(request: Request, max_model_len: int, log_stats: bool) -> Row:
         and not params.num_logprobs
     )
     stops = frozenset((params.eos_token_id, *(params.stop_token_ids or ())))
-    return Row(request, held, stops, min(max_model_len, request.num_prompt_tokens + request.max_tokens))
+    return SteadyRequest(request, held, stops, min(max_model_len, request.num_prompt_tokens + request.max_tokens))

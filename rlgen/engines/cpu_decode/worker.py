@@ -3,7 +3,7 @@
 With a small model, most of a decode step is not arithmetic: vLLM prepares the inputs of the batch anew, goes through the model's
 modules, draws a seed for each request's noise from a generator of its own, counts the rank of each token, and normalises with
 seven operations although it has a kernel for that. This module skips all of this where the result is known to be the same.
-Otherwise vLLM's own code runs. `tests/engines/test_decode_worker.py` compares it with vLLM's worker.
+Otherwise vLLM's own code runs. `tests/engines/test_decode.py` compares it with vLLM's worker.
 """
 
 from collections.abc import Iterator
