@@ -92,7 +92,7 @@ class Found:
         return len(self.step)
 
 
-def find(run: Path, query: Query) -> Found:
+def find_rollouts(run: Path, query: Query) -> Found:
     """Returns the rows of a run that match.
 
     Raises:

@@ -17,7 +17,7 @@ from rlgen.run.manifest import check_files
 def list_command(name: Path, as_json: bool) -> None:
     """Lists the checkpoints by names and sizes of their files."""
     run = find_run(name)
-    say(run, [look(run, path, hashes=False) for path in entries(run)], as_json)
+    print_rows(run, [row_of(run, path, hashes=False) for path in entries(run)], as_json)
 
 
 def verify_command(name: Path, step: int | None, as_json: bool) -> None:
@@ -32,8 +32,8 @@ def verify_command(name: Path, step: int | None, as_json: bool) -> None:
         found = [path for path in found if path == CheckpointFolder(run / "checkpoints").path(step)]
         if not found:
             raise UsageError(f"--step: {run} has no checkpoint of step {step}; `rlgen checkpoints list {run}` shows them")
-    rows = [look(run, path, hashes=True) for path in found]
-    say(run, rows, as_json)
+    rows = [row_of(run, path, hashes=True) for path in found]
+    print_rows(run, rows, as_json)
     # Checkpoints that were set aside are listed, but are no error: no run resumes from them.
     if wrong := [str(row["problem"]) for row in rows if row["problem"] and not row["set_aside"]]:
         raise CheckpointError("; ".join(wrong))
@@ -51,23 +51,22 @@ def prune_command(name: Path, keep: int, as_json: bool) -> None:
     folder = CheckpointFolder(run / "checkpoints")
     entries(run)  # raises UsageError if there are none
     with closing(RunDirectory.reopen(run)):
-        good = [path for path in folder.steps().values() if not look(run, path, hashes=True)["problem"]]
+        good = [path for path in folder.steps().values() if not row_of(run, path, hashes=True)["problem"]]
         if not good:
             raise CheckpointError(f"{run} has no good checkpoint; nothing was deleted")
         pinned = pinned_step(run)
         kept = [path for path in good if path in good[-keep:] or (pinned is not None and path == folder.path(pinned))]
         doomed = [path for path in folder.steps().values() if path not in kept]
         gone = [*doomed, *folder.aside(), *folder.leftovers()]
-        freed = sum(size_of(path) for path in gone)
+        freed = sum(map(size_of, gone))
         for path in [*doomed, *folder.aside()]:
             folder.remove(path)
         folder.sweep()
     names = [path.name for path in kept]
-    report = {"kept": names, "removed": [str(path) for path in gone], "freed_bytes": freed}
     if as_json:
-        echo(json.dumps(report, indent=2))
-        return
-    echo(f"kept {', '.join(names)}; removed {len(gone)}, {mebibytes(freed)} freed")
+        echo(json.dumps({"kept": names, "removed": [str(path) for path in gone], "freed_bytes": freed}, indent=2))
+    else:
+        echo(f"kept {', '.join(names)}; removed {len(gone)}, {mebibytes(freed)} freed")
 
 
 def entries(run: Path) -> list[Path]:
@@ -78,7 +77,7 @@ def entries(run: Path) -> list[Path]:
     return [*folder.steps().values(), *folder.aside()]
 
 
-def look(run: Path, path: Path, hashes: bool) -> dict[str, Any]:
+def row_of(run: Path, path: Path, hashes: bool) -> dict[str, Any]:
     """Returns one row of the list. `problem` says what is wrong; None: no check failed. With `hashes`, imports torch."""
     step, aside = int(path.name.removeprefix("step_").partition(".")[0]), path.parent.name == "set_aside"
     row: dict[str, Any] = {
@@ -93,8 +92,7 @@ def look(run: Path, path: Path, hashes: bool) -> dict[str, Any]:
         "problem": None,
     }
     try:
-        manifest = check_files(path, hashes=False)
-        row |= {"complete": True, "time": manifest.time}
+        row |= {"time": check_files(path, hashes=False).time, "complete": True}
         if hashes:
             from rlgen.models.weights import non_finite
             from rlgen.run.state import stored_tensors
@@ -109,7 +107,7 @@ def look(run: Path, path: Path, hashes: bool) -> dict[str, Any]:
     return row
 
 
-def say(run: Path, rows: list[dict[str, Any]], as_json: bool) -> None:
+def print_rows(run: Path, rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         echo(json.dumps(rows, indent=2))
         return

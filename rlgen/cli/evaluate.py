@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlgen.cli.export import find
+from rlgen.cli.export import find_checkpoint
 from rlgen.cli.output import echo
 from rlgen.errors import ProcessError, UsageError
 from rlgen.metrics import Family, Metric
@@ -33,7 +33,7 @@ class Target(NamedTuple):
 
 def eval_command(name: Path, path: Path, overrides: list[str], step: str | None, out: Path | None, as_json: bool) -> None:
     """Evaluates, and prints a table or one JSON object."""
-    target, found = evaluated(name, path, overrides, step, out, Terminal(quiet=as_json).say)
+    target, found = evaluate_target(name, path, overrides, step, out, Terminal(quiet=as_json).say)
     held_out = found.data.held_out
     assert held_out is not None
     if as_json:
@@ -41,14 +41,14 @@ def eval_command(name: Path, path: Path, overrides: list[str], step: str | None,
         echo(json.dumps({**facts, "trained_on_too": held_out.overlap, "metrics": found.metrics}))
         return
     echo(f"{target.adapter or target.model.path}: {len(held_out.prompts)} prompts of {held_out.rows.source}")
-    for line in table(found.metrics):
+    for line in lines_of(found.metrics):
         echo(line)
 
 
-def evaluated(
+def evaluate_target(
     name: Path, path: Path, overrides: Sequence[str], step: str | None, out: Path | None, say: Callable[[str], None]
 ) -> "tuple[Target, Evaluated]":
-    """Evaluates. Returns what was evaluated, and the result."""
+    """Returns what was evaluated, and the result."""
     recipe = load_recipe(path, overrides).recipe
     if recipe.eval is None:
         raise UsageError(f"{path} has no section `eval`; add one, such as --set 'eval={{source: heldout.jsonl}}'")
@@ -70,7 +70,7 @@ def target_of(recipe: Recipe, name: Path, step: str | None) -> Target:
     """Returns what is to be evaluated: a run's checkpoint, one checkpoint, or a model. Raises UsageError if there is none."""
     place = name.expanduser()
     if holds_run(place) or holds_run(RUNS / name):
-        return checkpoint_of(recipe, find(find_run(place), step))
+        return checkpoint_of(recipe, find_checkpoint(find_run(place), step))
     if (place / NAME).is_file():
         if step is not None:
             raise UsageError(f"--step: {name} is one checkpoint; name the run to choose among several")
@@ -101,7 +101,7 @@ def whole_model(recipe: Recipe, location: str) -> ModelRecipe:
     return recipe.model.model_copy(update={"path": location, "lora": None, "quantization": None, "revision": None})
 
 
-def table(metrics: Mapping[str, Any]) -> Iterator[str]:
+def lines_of(metrics: Mapping[str, Any]) -> Iterator[str]:
     """Yields the lines of the table: each value with its interval, if it has one."""
     yield f"{'':<{WIDTH}}{'mean':>10}  95 % interval"
     keys = [Metric.EVAL_REWARD_MEAN, *(key for key in Family.EVAL_PASS.keys(metrics) if not key.endswith(("_low", "_high")))]

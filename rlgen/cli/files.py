@@ -4,6 +4,7 @@ import ast
 import csv
 import glob
 import json
+from contextlib import closing
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,10 +19,10 @@ from rlgen.recipe.models import BUILT_IN_REWARDS, SEED_COLUMN
 from rlgen.recipe.paths import like
 from rlgen.recipe.rules import is_local_model, is_local_source
 
-HUB = "name a folder that save_pretrained wrote; a model of the hub is written as owner/name, such as Qwen/Qwen3-0.6B"
-
 if TYPE_CHECKING:
     from rlgen.worker_pool.source import FunctionFacts
+
+HUB = "name a folder that save_pretrained wrote; a model of the hub is written as owner/name, such as Qwen/Qwen3-0.6B"
 
 
 def looked_up(loaded: LoadedRecipe, imports: bool = True) -> set[str] | None:
@@ -74,33 +75,48 @@ def missing_files(loaded: LoadedRecipe) -> list[Problem]:
         reason = like(template) or "it is a file with a template (Jinja); without the key the tokenizer's own is used"
         problems.append(Problem(origins["data.chat_template"], what, reason))
     problems += unusable_models(loaded)
-    functions = {f"rewards.{index}.use": reward.use for index, reward in enumerate(recipe.rewards)}
-    functions |= {f"tools.{index}.use": tool.use for index, tool in enumerate(recipe.tools)}
-    if recipe.rollout.use is not None:
-        functions["rollout.use"] = recipe.rollout.use
-    if recipe.environment is not None:
-        functions["environment.use"] = recipe.environment.use
-    for key, use in functions.items():
+    for key, use in functions_of(recipe).items():
         file, _, function = use.rpartition(":")
         if not file.endswith(".py"):
             continue
-        where = origins[key]
         try:
             tree = ast.parse(Path(file).read_text(encoding="utf-8"))
         except (OSError, SyntaxError, UnicodeDecodeError) as error:
             hint = like(file) if isinstance(error, FileNotFoundError) else None
-            problems.append(Problem(where, f"{file} cannot be read: {error}", hint))
+            problems.append(Problem(origins[key], f"{file} cannot be read: {error}", hint))
             continue
         names = [name for node in tree.body for name in defined(node)]
         if function not in names:
             close = get_close_matches(function, names, n=1)
             hint = f"did you mean `{close[0]}`?" if close else f"it defines {', '.join(names) or 'nothing'}"
-            problems.append(Problem(where, f"{file} defines no `{function}`", hint))
+            problems.append(Problem(origins[key], f"{file} defines no `{function}`", hint))
         elif key.startswith("rewards.") and (node := plain_function(tree, function)) is not None:
             raises = any(isinstance(part, ast.Raise) for part in node.body)  # a stub that raises reports itself when it is called
-            if not raises and not any(isinstance(part, ast.Return) and part.value is not None for part in ast.walk(node)):
-                problems.append(Problem(where, f"{file}: `{function}` returns nothing", "end it with `return` and the reward"))
+            if raises or any(isinstance(part, ast.Return) and part.value is not None for part in ast.walk(node)):
+                continue
+            problems.append(Problem(origins[key], f"{file}: `{function}` returns nothing", "end it with `return` and the reward"))
     return problems
+
+
+def functions_of(recipe: Recipe) -> dict[str, str]:
+    """Returns the functions and classes that a recipe names, by key: {"rewards.0.use": "rewards.py:correct", ...}"""
+    found = {f"rewards.{index}.use": reward.use for index, reward in enumerate(recipe.rewards)}
+    found |= {f"tools.{index}.use": tool.use for index, tool in enumerate(recipe.tools)}
+    if recipe.environment is not None:
+        found["environment.use"] = recipe.environment.use
+    if recipe.rollout.use is not None:
+        found["rollout.use"] = recipe.rollout.use
+    return found
+
+
+def defined(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [alias.asname or alias.name for alias in node.names]
+    if isinstance(node, ast.Assign):
+        return [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return []
 
 
 def plain_function(tree: ast.Module, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
@@ -171,20 +187,17 @@ def unusable_rewards(loaded: LoadedRecipe) -> list[Problem]:
     if all(reward.use in shipped for reward in loaded.recipe.rewards):
         return []
     from rlgen.rewards.load import RewardSource
-    from rlgen.worker_pool.pool import Pool, WorkerLimits
+    from rlgen.worker_pool.pool import Pool, limits_of
 
-    problems, scoring = [], loaded.recipe.scoring
-    limits = WorkerLimits(workers=1, memory=int(scoring.memory_gib * 2**30), import_timeout=scoring.import_timeout, concurrency=1)
+    problems, limits = [], replace(limits_of(loaded.recipe.scoring), workers=1)
     for index, reward in enumerate(loaded.recipe.rewards):
         if reward.use in shipped:
             continue
-        pool = Pool([RewardSource(reward.use, reward.timeout)], limits, None)
         try:
-            pool.facts()
+            with closing(Pool([RewardSource(reward.use, reward.timeout)], limits, None)) as pool:
+                pool.facts()
         except RewardError as error:
             problems.append(Problem(loaded.origins[f"rewards.{index}.use"], str(error)))
-        finally:
-            pool.close()
     return problems
 
 
@@ -241,8 +254,8 @@ def unfilled_parameters(loaded: LoadedRecipe, columns: set[str] | None) -> list[
     if columns is None:
         return []
     problems: list[Problem] = []
-    columns = columns if loaded.recipe.data.columns.answer is None else {*columns, "answer"}
-    columns = columns | ({MESSAGES} if loaded.recipe.talks else set()) | ({SEED_COLUMN} if loaded.recipe.environment else set())
+    answer, talks, environment = loaded.recipe.data.columns.answer, loaded.recipe.talks, loaded.recipe.environment
+    columns = {*columns, *(["answer"] if answer else ()), *([MESSAGES] if talks else ()), *([SEED_COLUMN] if environment else ())}
     for index, reward in enumerate(loaded.recipe.rewards):
         file, _, function = reward.use.rpartition(":")
         facts = RewardSource(reward.use, reward.timeout).load().facts if reward.use in BUILTIN else None
@@ -250,7 +263,7 @@ def unfilled_parameters(loaded: LoadedRecipe, columns: set[str] | None) -> list[
             facts = facts_of_model(settings)
         if file.endswith(".py"):
             node = plain_function(ast.parse(Path(file).read_text(encoding="utf-8")), function)
-            facts = None if node is None else facts_of(node)
+            facts = None if node is None else signature_of(node)
         try:
             if facts is not None:
                 resolve(reward, facts, columns)
@@ -259,8 +272,8 @@ def unfilled_parameters(loaded: LoadedRecipe, columns: set[str] | None) -> list[
     return problems
 
 
-def facts_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> "FunctionFacts":
-    """Returns the facts of a function that is not decorated."""
+def signature_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> "FunctionFacts":
+    """Returns the signature of a function that is not decorated."""
     from rlgen.worker_pool.source import FunctionFacts
 
     given = node.args
@@ -272,13 +285,3 @@ def facts_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> "FunctionFacts":
     ]
     parameters += [(given.kwarg.arg, "VAR_KEYWORD", True)] if given.kwarg else []
     return FunctionFacts(tuple(parameters), isinstance(node, ast.AsyncFunctionDef), None, None)
-
-
-def defined(node: ast.stmt) -> list[str]:
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return [node.name]
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        return [alias.asname or alias.name for alias in node.names]
-    if isinstance(node, ast.Assign):
-        return [target.id for target in node.targets if isinstance(target, ast.Name)]
-    return []

@@ -5,18 +5,15 @@ from typing import Annotated
 
 import typer
 
-recipes = typer.Typer(
-    help="Recipes to start from.", epilog="Example: rlgen recipes list", no_args_is_help=True, rich_markup_mode=None
-)
-checkpoints = typer.Typer(
-    help="What a run has saved.", epilog="Example: rlgen checkpoints list mine", no_args_is_help=True, rich_markup_mode=None
-)
-rewards = typer.Typer(
-    help="Rewards of a recipe, without a model.",
-    epilog="Example: rlgen rewards test recipe.yaml",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+
+def commands(help_text: str, example: str) -> typer.Typer:
+    """Returns a word of the command line that a second one follows."""
+    return typer.Typer(help=help_text, epilog=f"Example: {example}", no_args_is_help=True, rich_markup_mode=None)
+
+
+recipes = commands("Recipes to start from.", "rlgen recipes list")
+checkpoints = commands("What a run has saved.", "rlgen checkpoints list mine")
+rewards = commands("Rewards of a recipe, without a model.", "rlgen rewards test recipe.yaml")
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file.")]
 Overrides = Annotated[
@@ -38,9 +35,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @recipes.command("list", epilog="Example: rlgen recipes list")
 def list_recipes(as_json: AsJson = False) -> None:
     """List the recipes that come with rlgen."""
-    from rlgen.cli.inspect import list_command
+    from rlgen.cli.inspect import list_recipes_command
 
-    list_command(as_json)
+    list_recipes_command(as_json)
 
 
 @recipes.command("copy", epilog="Example: rlgen recipes copy smoke && rlgen train smoke.yaml")
@@ -55,7 +52,7 @@ def copy_recipe(
 
 
 @recipes.command("warm-start", epilog="Example: rlgen recipes warm-start demo-grpo.yaml")
-def warm_start(
+def warm_start_model(
     recipe: RecipePath,
     model: Annotated[str, typer.Option(help="Model to start from.")] = "tiny:qwen3",
     out: Annotated[Path | None, typer.Option(help="Folder to write. Default: the recipe's model.path.")] = None,

@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 
 import rlgen
+from rlgen.cli.files import functions_of
 from rlgen.cli.output import echo
 from rlgen.errors import CheckpointError, UsageError
 from rlgen.files import write_text
@@ -83,7 +84,7 @@ def recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
-def list_command(as_json: bool) -> None:
+def list_recipes_command(as_json: bool) -> None:
     """Lists the shipped recipes with their first comment, what each needs and how long it takes."""
     texts = {name: path.read_text(encoding="utf-8") for name, path in recipes().items()}
     found = {name: text.split("\n", 1)[0].lstrip("# ") for name, text in texts.items()}
@@ -126,10 +127,7 @@ def copy_command(name: str, path: Path | None) -> None:
 
 def named_files(recipe: Recipe) -> list[Path]:
     """Returns the files beside a recipe that it names: those of rewards and tools, and of the chat template; each once."""
-    uses = [*(reward.use for reward in recipe.rewards), *(tool.use for tool in recipe.tools)]
-    uses += [recipe.environment.use] if recipe.environment is not None else []
-    uses += [recipe.rollout.use] if recipe.rollout.use is not None else []
-    places = [use.rpartition(":")[0] for use in uses]
+    places = [use.rpartition(":")[0] for use in functions_of(recipe).values()]
     template = [] if recipe.data.chat_template is None else [recipe.data.chat_template]
     return [Path(place) for place in (*dict.fromkeys(place for place in places if place.endswith(".py")), *template)]
 

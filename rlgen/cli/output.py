@@ -5,7 +5,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
 
@@ -13,6 +13,7 @@ from rlgen.redact import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 
 def prepare() -> None:
@@ -50,6 +51,21 @@ def hushed(stream: TextIO) -> Iterator[None]:
         from rlgen.run.console import hush
 
         hush(stream)
+
+
+def plain_table(left: Sequence[str], right: Sequence[str] = (), width: int | None = None) -> "Table":
+    """Returns a table without lines: columns with these heads, those of `right` with numbers, of at least `width` characters.
+    A text that does not fit is folded.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for head in left:
+        table.add_column(Text(printable(head)), overflow="fold")
+    for head in right:
+        table.add_column(head, justify="right", min_width=width)
+    return table
 
 
 def page_for_terminal(whole_lines: bool) -> "Console":

@@ -7,7 +7,7 @@ from helpers.runs import bare_run
 
 from rlgen.analysis.run import read_run
 from rlgen.analysis.summary import ending_of
-from rlgen.cli.train import ending
+from rlgen.cli.train import last_lines
 
 
 def with_evaluations(run: Path, **rewards: float | None) -> Path:
@@ -57,4 +57,4 @@ def test_nothing_was_trained(tmp_path: Path) -> None:
 def test_a_folder_that_another_command_has_taken_meanwhile(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{")
     for run in (tmp_path / "gone", tmp_path):
-        assert ending(run, 1.0) == [f"the run has ended; another command uses {run} now"]
+        assert last_lines(run, 1.0) == [f"the run has ended; another command uses {run} now"]

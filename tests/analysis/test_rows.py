@@ -12,7 +12,7 @@ import pytest
 from helpers.runs import Row, Words, write_rows
 from typer.testing import CliRunner
 
-from rlgen.analysis.rows import Query, Range, find, gap
+from rlgen.analysis.rows import Query, Range, find_rollouts, gap
 from rlgen.cli.app import app
 from rlgen.errors import UsageError
 
@@ -59,17 +59,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=str,
 )
 def test_what_is_found(run: Path, query: Query, places: list[tuple[int, int]]) -> None:
-    found = find(run, query)
+    found = find_rollouts(run, query)
     assert list(zip(found.step.tolist(), found.row.tolist(), strict=True)) == places
 
 
 def test_steps_that_are_not_there_are_an_error_with_those_that_are(run: Path) -> None:
     with pytest.raises(UsageError, match=r"--step: .* has rollouts of 2 steps from 1 to 2, but none in this range"):
-        find(run, Query(steps=Range(7, 7)))
+        find_rollouts(run, Query(steps=Range(7, 7)))
 
 
 def test_the_largest_gap_comes_first(run: Path) -> None:
-    found = find(run, Query(sort="-gap"))
+    found = find_rollouts(run, Query(sort="-gap"))
     assert (found.step[0], found.row[0], found.total) == (1, 1, 6)
     assert gap([-1.0, float("nan"), -2.0], [-1.5, -9.0, -2.25]) == 0.5
     assert gap([-1.0], None) is None
@@ -169,7 +169,7 @@ def test_what_cannot_be_shown(
 def test_a_run_without_rollouts(tmp_path: Path) -> None:
     (tmp_path / "resolved.yaml").write_text("run: {}\n")
     with pytest.raises(UsageError, match="has no rollouts yet"):
-        find(tmp_path, Query())
+        find_rollouts(tmp_path, Query())
 
 
 def test_nothing_heavy_is_imported(run: Path) -> None:

@@ -28,6 +28,8 @@ from rlgen.rollout.score import score
 from rlgen.types import WHOLE, Sampling
 
 Proof = Callable[[str], None]
+Captured = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
 Run = Callable[..., subprocess.CompletedProcess[str]]
 EXACT = 1e-5  # of logits and log-probs in float32
 SETTINGS = ["engine={kind: transformers}", "run.steps=4", "checkpoint.every=2"]
@@ -102,9 +104,7 @@ def test_exported_full_weights_are_the_policy_in_vllm_too(full_run: Path, tmp_pa
     assert min(gap_to_transformers(policy.model, tmp_path / "out"), gap_to_vllm(policy, tmp_path / "out")) > 2 * EXACT
 
 
-def test_the_best_checkpoint_is_the_one_that_the_evaluation_chose(
-    full_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_best_checkpoint_is_the_one_that_the_evaluation_chose(full_run: Path, tmp_path: Path, capsys: Captured) -> None:
     run = Path(shutil.copytree(full_run, tmp_path / "run"))
     records = read_jsonl(run / "metrics.jsonl")
     for record in records:
@@ -116,9 +116,7 @@ def test_the_best_checkpoint_is_the_one_that_the_evaluation_chose(
     assert "| `eval/reward/mean` | 3 | 2 " in (tmp_path / "best" / "README.md").read_text()
 
 
-def test_bfloat16_rounds_the_merged_weights_and_says_what_it_costs(
-    adapter_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bfloat16_rounds_the_merged_weights_and_says_what_it_costs(adapter_run: Path, tmp_path: Path, capsys: Captured) -> None:
     for dtype in ("float32", "bfloat16"):
         export_command(adapter_run, tmp_path / dtype, "2", dtype, True)
         report = json.loads(capsys.readouterr().out)
@@ -140,7 +138,7 @@ def test_full_weights_are_copied(full_run: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_is_exported_by_its_name_with_a_model_card(
-    full_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    full_run: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(full_run, tmp_path / "runs" / "mine")
@@ -174,9 +172,7 @@ class Hub:
             raise self.error
 
 
-def test_an_export_is_sent_to_the_hub(
-    full_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_is_sent_to_the_hub(full_run: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
     taken = Hub()
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: taken)
     export_command(full_run, tmp_path / "out", None, "float32", True, "me/mine")
@@ -187,7 +183,7 @@ def test_an_export_is_sent_to_the_hub(
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(upload[2])
 
 
-def test_what_the_hub_does_not_take_stays(full_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_hub_does_not_take_stays(full_run: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     refusing = Hub(ConnectionError("no route to host"))
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: refusing)
     said = rf"me/mine was not sent: no route to host; log in .* send the written folder: `hf upload me/mine {tmp_path}/out`"
@@ -199,14 +195,14 @@ def test_what_the_hub_does_not_take_stays(full_run: Path, tmp_path: Path, monkey
     assert not (tmp_path / "out2").exists() and len(refusing.calls) == 2
 
 
-def test_a_wrong_merge_is_not_exported(adapter_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_merge_is_not_exported(adapter_run: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(weights, "merged_weight", lambda layer: base_weight(layer).float())
     with pytest.raises(CheckpointError, match="the merged model is not the policy that was trained") as caught:
         export_command(adapter_run, tmp_path / "out", None, "float32", False)
     assert caught.value.exit_code == 8 and list(tmp_path.iterdir()) == []
 
 
-def test_a_written_file_that_differs_is_not_exported(adapter_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_written_file_that_differs_is_not_exported(adapter_run: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     from rlgen.models import load
 
     opened = load.load_model
@@ -278,7 +274,7 @@ def test_what_cannot_be_exported(adapter_run: Path, tmp_path: Path, rlgen: Run) 
 
 @pytest.mark.fault(72)
 def test_another_base_than_the_trained_one_is_refused(
-    adapter_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof
+    adapter_run: Path, tmp_path: Path, monkeypatch: Patch, proof: Proof
 ) -> None:
     """The hub's copy moved on, or the folder was written over."""
     monkeypatch.setattr(weights, "base_digest", lambda model: "another")

@@ -33,10 +33,8 @@ def test_what_is_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     loaded = load_recipe(Path("recipe.yaml"))
     assert not loaded.warnings and not loaded.notices
     assert (loaded.recipe.model.path, loaded.recipe.engine.kind) == (str(folder / "model"), "transformers")
-    assert (
-        loaded.text.startswith(f"{HEADER}recipe.schema.json\n")
-        and "\neval: {source: heldout.jsonl, every: 20, temperature: 1.0} " in loaded.text
-    )
+    assert loaded.text.startswith(f"{HEADER}recipe.schema.json\n")
+    assert "\neval: {source: heldout.jsonl, every: 20, temperature: 1.0} " in loaded.text
     assert read_json(folder / "recipe.schema.json") == recipe_schema()
     assert len((folder / "README.md").read_text().splitlines()) == 3
 

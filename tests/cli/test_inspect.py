@@ -104,8 +104,8 @@ def test_a_recipe_is_copied_with_its_reward(tmp_path: Path) -> None:
 
 
 def test_the_list_of_recipes_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    from rlgen.cli.inspect import list_command
+    from rlgen.cli.inspect import list_recipes_command
 
-    list_command(as_json=False)
+    list_recipes_command(as_json=False)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80 and [line.split()[0] for line in lines if line[0] != " "] == [path.stem for path in RECIPES]

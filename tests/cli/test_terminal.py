@@ -8,7 +8,8 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -108,20 +109,10 @@ def test_a_typo_is_answered_with_a_suggestion_on_any_terminal(rlgen: Run, argume
 def test_nothing_from_a_recipe_is_obeyed_by_a_terminal(tmp_path: Path, proof: Proof) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(RECIPE + '"\\e[31mred\\e]0;title\\a": 1\n')
-    ours, theirs = pty.openpty()
-    settings = ["--set", "run.name='[red]x'", "--set", b"run.dir=\xff\x1b[2J"]
-    command = [sys.executable, "-m", "rlgen", "validate", str(path), *settings]
-    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, cwd=ROOT)
-    os.close(theirs)
-    said = b""
-    try:
-        while part := os.read(ours, 4096):
-            said += part
-    except OSError:  # the end, as Linux says it
-        pass
-    os.close(ours)
-    assert process.wait(60) == 2 and b"\x1b" not in said and b"\x07" not in said
-    assert b"\\x1b[31mred" in said and b"[red]x" in said and b"\\x1b[2J" in said
+    settings = ["--set", "run.name='[red]x'", "--set", "run.dir=\udcff\x1b[2J"]
+    said = on_terminal([sys.executable, "-m", "rlgen", "validate", str(path), *settings], 80, code=2)
+    assert "\x1b" not in said and "\x07" not in said
+    assert "\\x1b[31mred" in said and "[red]x" in said and "\\x1b[2J" in said.replace("\r\n", "")
     proof("escapes in a key, in a value and on the command line, on a real terminal")
 
 
@@ -135,8 +126,6 @@ HOSTILE = {
     "half a character": "\ud83d",
     "zero": "\x00",
 }
-
-
 COLUMNS = {name: text for name, text in HOSTILE.items() if name != "10 MB"}  # each row has them all
 
 
@@ -195,8 +184,6 @@ def test_no_text_of_a_model_reaches_a_terminal_as_it_is(capfd: pytest.CaptureFix
     proof("escapes, marks of direction and markup are shown, not obeyed")
 
 
-# --- the live view ---------------------------------------------------------------------------------------------------
-
 FIRST_LINE = """
 import sys
 HEAVY = ("torch", "transformers", "vllm", "rlgen.recipe", "rich", "numpy", "datasets", "accelerate")
@@ -247,25 +234,38 @@ def test_the_first_line_comes_before_anything_heavy_is_imported() -> None:
     assert done.stderr.startswith(f"rlgen {rlgen_version}: recipe.yaml\n[]")
 
 
-def on_terminal(command: list[str], columns: int, told: Callable[[str], bytes] = lambda said: b"", **environment: str) -> str:
-    """What a command writes to a terminal of that many columns, which has a keyboard, too: `told` says what is typed."""
+def on_terminal(
+    command: list[str],
+    columns: int,
+    told: Callable[[str], bytes] = lambda said: b"",
+    code: int | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> str:
+    """What a command writes to a terminal of that many columns, which has a keyboard, too: `told` says what is typed. It ends
+    with this exit code; None: with any.
+    """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     base = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR", "FORCE_COLOR")}
-    environment = {**base, "TERM": "xterm-256color", "PYTHONUTF8": "1", **environment}
-    own = {"start_new_session": True, "preexec_fn": lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)}
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env=environment, **own)
+    process = subprocess.Popen(
+        command,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        cwd=ROOT,
+        env={**base, "TERM": "xterm-256color", "PYTHONUTF8": "1", **(environment or {})},
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
     os.close(theirs)
     said = b""
-    try:
+    with suppress(OSError):  # the end, as Linux says it
         while part := os.read(ours, 4096):
             said += part
             if typed := told(said.decode(errors="replace")):
                 os.write(ours, typed)
-    except OSError:  # the end, as Linux says it
-        pass
     os.close(ours)
-    process.wait(60)
+    assert process.wait(60) == code or code is None
     return said.decode()
 
 
@@ -278,7 +278,9 @@ def lines_of(said: str) -> list[str]:
 @pytest.mark.parametrize("colour", [{}, {"NO_COLOR": "1"}])
 def test_the_live_view_on_a_terminal(tmp_path: Path, columns: int, colour: dict[str, str]) -> None:
     run = make_run(tmp_path / "mine", steps=4)
-    said = on_terminal([sys.executable, "-c", SHOW, str(run), "auto", HOSTILE["escapes"] + "x" * 200], columns, **colour)
+    said = on_terminal(
+        [sys.executable, "-c", SHOW, str(run), "auto", HOSTILE["escapes"] + "x" * 200], columns, environment=colour
+    )
     lines = lines_of(said)
     assert max(map(cell_len, lines)) <= columns and max(map(cell_len, lines)) > columns - 20
     whole = "\n".join(lines)
@@ -292,7 +294,7 @@ def test_plain_lines_where_the_cursor_cannot_move(tmp_path: Path) -> None:
     run = make_run(tmp_path / "mine", steps=4)
     command = [sys.executable, "-c", SHOW, str(run), "auto", "x"]
     piped = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TERM": "xterm"}, cwd=ROOT).stdout
-    dumb = on_terminal(command, 80, TERM="dumb")
+    dumb = on_terminal(command, 80, environment={"TERM": "dumb"})
     for said in (piped, dumb):
         lines = [line for line in lines_of(said) if line]
         steps = [line for line in lines if line.startswith("step ")]

@@ -13,9 +13,8 @@ from rlgen.setup.reopen import TrainOptions
 TINY = "tiny:qwen3"
 
 
-def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(RECIPE)
+def test_what_is_refused(recipe_file: Path, tmp_path: Path) -> None:
+    path = recipe_file
     with pytest.raises(UsageError, match=r"model\.path tiny:qwen3 is not a folder that can be written; name one with --out"):
         warm_start_command(path, TINY, None, 0.35)
     with pytest.raises(UsageError, match="exists already; name another folder with --out"):

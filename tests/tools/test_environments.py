@@ -19,7 +19,7 @@ from tool_templates import FAMILIES, tokenizer_of
 from transformers import AutoTokenizer
 
 from rlgen.analysis.pack import Chunk
-from rlgen.analysis.rows import Query, find, read_rows
+from rlgen.analysis.rows import Query, find_rollouts, read_rows
 from rlgen.cli.export import export_command
 from rlgen.cli.files import unfilled_parameters
 from rlgen.cli.replay import replay_command
@@ -436,7 +436,7 @@ def test_a_run_is_resumed_replayed_and_exported(recipe: Path, tmp_path: Path, ca
     assert chunk.texts["messages"] == [json.loads(row["messages"]) for row in rows]
     mask = np.concatenate([row["loss_mask"] for row in rows])
     assert np.array_equal((chunk.flags & 1) == 1, mask) and np.array_equal(np.isnan(chunk.sampler), ~mask)
-    every = read_rows(run, find(run, Query()), slice(0, 100))
+    every = read_rows(run, find_rollouts(run, Query()), slice(0, 100))
     done = next(row for row in every if len(row["messages"]) > 2 and row["messages"][-1]["role"] == "environment")
     shown = [line.strip() for line in block(done, full=True).plain.splitlines()]
     named = [line.split("  ")[0] for line in shown if re.match(r"\d+: ", line)]
