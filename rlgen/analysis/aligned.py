@@ -1,6 +1,5 @@
-"""Groups runs whose recipes differ only in the seed, and lists the keys in which the recipes differ.
-
-Aligns their curves by step, tokens or time; the seeds of a group become their mean with a band.
+"""Groups runs whose recipes differ only in the seed, and aligns their curves by step, tokens or time: the seeds of a group become
+their mean with a band.
 """
 
 import json
@@ -18,12 +17,11 @@ from rlgen.analysis.interval import reach_of_mean
 from rlgen.analysis.run import Run, number
 from rlgen.errors import UsageError
 from rlgen.metrics import Metric
-from rlgen.recipe import Recipe, effective
+from rlgen.recipe import effective
 from rlgen.recipe.yaml import by_key
 
 SEED = "run.seed"
 PLACE = frozenset(["run.name", "run.dir"])  # where a run is stored, which is not a difference
-ABSENT = "–"
 By = Literal["step", "tokens", "time"]
 AXES: Mapping[By, str] = {"step": "step", "tokens": "tokens", "time": "seconds"}
 BAND = "A band is the 95 % interval of the mean over the seeds (Student's t); with two seeds it reaches from one to the other."
@@ -71,31 +69,6 @@ def grouped(runs: Sequence[Run]) -> list[RunGroup]:
 def compared(run: Run) -> dict[str, Any]:
     """Returns the values of a run's recipe that have an effect, by dotted key, without the names of its folder."""
     return {key: value for key, value in by_key(effective(run.recipe)).items() if key not in PLACE}
-
-
-def differences_of(runs: Sequence[Run]) -> dict[str, dict[Run, Any]]:
-    """Returns the keys in which the recipes differ, by section, each with its value in the runs where it has an effect.
-
-    The kind of a section comes first, because other keys follow from it.
-    """
-    recipes = {run: compared(run) for run in runs}
-    sections = list(Recipe.model_fields)
-    keys = dict.fromkeys(key for recipe in recipes.values() for key in recipe)
-    keys = dict.fromkeys(sorted(keys, key=lambda key: (sections.index(key.partition(".")[0]), not key.endswith(".kind"))))
-    values = {key: {run: recipe[key] for run, recipe in recipes.items() if key in recipe} for key in keys}
-    return {key: of_runs for key, of_runs in values.items() if len({value_of(of_runs, run) for run in runs}) > 1}
-
-
-def value_of(values: Mapping[Run, Any], run: Run) -> str:
-    if run not in values:
-        return ABSENT
-    value = values[run]
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def shown_of_group(values: Mapping[Run, Any], group: RunGroup) -> str:
-    """Returns the value of a group as text; of the seed, those of its runs."""
-    return ", ".join(dict.fromkeys(value_of(values, run) for run in group.runs))
 
 
 def series_of(run: Run, metric: str) -> dict[int, float]:

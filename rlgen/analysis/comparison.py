@@ -1,6 +1,7 @@
 """Compares runs: what differs in their recipes, how far a metric is apart at their ends, and what limits the verdict."""
 
 import difflib
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -9,26 +10,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rlgen.analysis.aligned import (
-    ABSENT,
-    SEED,
-    By,
-    RunGroup,
-    Series,
-    differences_of,
-    grouped,
-    metric_chart,
-    series_of,
-    shown_of_group,
-)
+from rlgen.analysis.aligned import SEED, By, RunGroup, Series, compared, grouped, metric_chart, series_of
 from rlgen.analysis.charts import Chart
 from rlgen.analysis.interval import LEAST, Interval, block_size, of_difference, of_mean, of_series
 from rlgen.analysis.run import Run
 from rlgen.errors import UsageError
 from rlgen.metrics import Metric
+from rlgen.recipe import Recipe
 
 # Metrics of which more is better; for all others the verdict only has the word "higher".
 BETTER = re.compile(r"(eval/)?reward/(.+/)?mean|eval/(pass|avg)@\d+|dpo/accuracy")
+ABSENT = "–"
 LISTED = 5  # names of metrics that a message shows
 
 
@@ -110,7 +102,10 @@ class Comparison:
 
         The seeds, which the table of groups shows too, are no difference if every group has the same.
         """
-        rows = [[key, *(shown_of_group(of_runs, group) for group in self.groups)] for key, of_runs in self.differences.items()]
+        rows = []
+        for key, values in self.differences.items():
+            of_groups = [dict.fromkeys(value_of(values, run) for run in group.runs) for group in self.groups]
+            rows.append([key, *map(", ".join, of_groups)])
         return [row for row in rows if len(set(row[1:])) > 1]
 
 
@@ -135,6 +130,26 @@ def compare(runs: Sequence[Run], metric: str, by: By) -> Comparison:
         verdicts=verdicts,
         notes=[*(note for run in runs for note in notes_of(run, names[run], metric)), *notes_of_all(runs, groups, verdicts)],
     )
+
+
+def differences_of(runs: Sequence[Run]) -> dict[str, dict[Run, Any]]:
+    """Returns the keys in which the recipes differ, by section, each with its value in the runs where it has an effect.
+
+    The kind of a section comes first, because other keys follow from it.
+    """
+    recipes = {run: compared(run) for run in runs}
+    sections = list(Recipe.model_fields)
+    keys = dict.fromkeys(key for recipe in recipes.values() for key in recipe)
+    keys = dict.fromkeys(sorted(keys, key=lambda key: (sections.index(key.partition(".")[0]), not key.endswith(".kind"))))
+    values = {key: {run: recipe[key] for run, recipe in recipes.items() if key in recipe} for key in keys}
+    return {key: of_runs for key, of_runs in values.items() if len({value_of(of_runs, run) for run in runs}) > 1}
+
+
+def value_of(values: Mapping[Run, Any], run: Run) -> str:
+    if run not in values:
+        return ABSENT
+    value = values[run]
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def check(runs: Sequence[Run], metric: str) -> None:
@@ -188,19 +203,14 @@ def estimate(left: Sequence[Series], right: Sequence[Series], steps: Sequence[in
         basis = f"95 % interval over {seeds[0]} and {seeds[1]} seeds (Welch's t)"
         return Estimate(difference=difference, interval=of_difference(*means), method="Welch's t over seeds", basis=basis)
     caution = "one seed each proves little" if max(seeds) == 1 else f"{letters[seeds.index(1)]} has one seed, which proves little"
-    apart = step_differences(sides[0], sides[1], steps)
+    curves = [np.mean([[values[step] for step in steps] for values in side], axis=0) for side in sides]
+    apart = [value for value in (curves[0] - curves[1]).tolist() if math.isfinite(value)]  # where all runs have a number
     if len(apart) < LEAST:
         basis = f"no interval: both sides have a number at {len(apart)} steps, but at least {LEAST} are needed; {caution}"
         return Estimate(difference=difference, basis=basis)
     basis = f"95 % interval over {len(apart)} steps (block bootstrap, {block_size(apart)} steps a block); {caution}"
     interval = of_series(apart)
     return Estimate(difference=interval.value, interval=interval, method="block bootstrap over steps", basis=basis)
-
-
-def step_differences(left: Sequence[Series], right: Sequence[Series], steps: Sequence[int]) -> list[float]:
-    """Returns the mean of `left` less that of `right` at each of the steps at which all runs have a number."""
-    means = [np.mean([[values[step] for step in steps] for values in side], axis=0) for side in (left, right)]
-    return [value for value in (means[0] - means[1]).tolist() if math.isfinite(value)]
 
 
 def notes_of(run: Run, name: str, metric: str) -> list[str]:

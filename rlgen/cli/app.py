@@ -1,5 +1,5 @@
 """Declares the commands and their options, and turns errors into messages and exit codes. Heavy modules are imported inside the
-commands.
+commands. Commands whose modules are light have their options there.
 """
 
 import atexit
@@ -14,7 +14,11 @@ from typing import Annotated, Literal, NoReturn
 import typer
 
 import rlgen
-from rlgen.cli.groups import AsJson, CheckpointStep, Overrides, RecipePath, RunPath, checkpoints, recipes, rewards
+from rlgen.cli.checkpoints import checkpoints
+from rlgen.cli.docs import docs_command
+from rlgen.cli.env import env_command
+from rlgen.cli.export import export_command
+from rlgen.cli.groups import AsJson, CheckpointStep, Overrides, RecipePath, RunPath, recipes, rewards
 from rlgen.cli.guesses import understood
 from rlgen.cli.output import echo, prepare
 from rlgen.errors import RecipeError, RlgenError, Stopped, UsageError, redacted
@@ -49,8 +53,8 @@ def options(
     os.environ["RLGEN_DEBUG"] = "1" if debug else os.environ.get("RLGEN_DEBUG", "")
 
 
-@app.command(epilog="Example: rlgen init mine && cd mine && rlgen train recipe.yaml")
-def init(
+@app.command("init", epilog="Example: rlgen init mine && cd mine && rlgen train recipe.yaml")
+def call_init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; new, or empty.")],
 ) -> None:
     """Write a folder to start from. Recipe with comments, rewards with their test, data; it trains as it is, on a CPU."""
@@ -59,8 +63,8 @@ def init(
     init_command(folder)
 
 
-@app.command(epilog="Example: rlgen train recipe.yaml --set optim.learning_rate=1e-5")
-def train(
+@app.command("train", epilog="Example: rlgen train recipe.yaml --set optim.learning_rate=1e-5")
+def call_train(
     recipe: RecipePath,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last good checkpoint of this run.")] = False,
@@ -106,8 +110,8 @@ def train(
     train_command(recipe, overrides, resume, dry_run, max_steps, run_dir, resume_step, allow_changed_rewards, clean, progress)
 
 
-@app.command(epilog="Example: rlgen doctor recipe.yaml")
-def doctor(
+@app.command("doctor", epilog="Example: rlgen doctor recipe.yaml")
+def call_doctor(
     recipe: RecipePath,
     overrides: Overrides = None,
     as_json: AsJson = False,
@@ -121,8 +125,8 @@ def doctor(
     doctor_command(recipe, overrides or [], as_json, store_baseline)
 
 
-@app.command(epilog="Example: rlgen serve recipe.yaml --port 8000")
-def serve(
+@app.command("serve", epilog="Example: rlgen serve recipe.yaml --port 8000")
+def call_serve(
     recipe: RecipePath,
     overrides: Overrides = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
@@ -135,7 +139,7 @@ def serve(
 
 
 @app.command("eval", epilog="Example: rlgen eval runs/mine recipe.yaml --step best --set eval.group_size=8")
-def evaluate(
+def call_eval(
     model: Annotated[
         Path,
         typer.Argument(metavar="MODEL_OR_RUN", help="A folder, hub id or tiny:NAME; a run, by directory or name; a checkpoint."),
@@ -152,8 +156,8 @@ def evaluate(
     eval_command(model, recipe, overrides or [], step, out, as_json)
 
 
-@app.command(epilog="Example: rlgen status mine")
-def status(
+@app.command("status", epilog="Example: rlgen status mine")
+def call_status(
     run: RunPath,
     as_json: AsJson = False,
     follow: Annotated[bool, typer.Option("--follow", help="Print each new step until the run ends.")] = False,
@@ -164,8 +168,8 @@ def status(
     status_command(run, as_json, follow)
 
 
-@app.command(epilog="Example: rlgen runs")
-def runs(
+@app.command("runs", epilog="Example: rlgen runs")
+def call_runs(
     folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="The folder that holds the runs.")] = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
@@ -175,8 +179,8 @@ def runs(
     runs_command(folder, as_json)
 
 
-@app.command(epilog="Example: rlgen rollouts mine --step last --reward-below 0.1 --sort -length")
-def rollouts(
+@app.command("rollouts", epilog="Example: rlgen rollouts mine --step last --reward-below 0.1 --sort -length")
+def call_rollouts(
     run: RunPath,
     step: Annotated[str | None, typer.Option(metavar="RANGE", help="Only these steps: 12, 10:20, 10:, :20 or last.")] = None,
     reward_below: Annotated[float | None, typer.Option(metavar="X", help="Only rewards below X.")] = None,
@@ -215,8 +219,8 @@ def rollouts(
     rollouts_command(run, query, limit, page, full, as_json)
 
 
-@app.command(epilog="Example: rlgen report mine")
-def report(
+@app.command("report", epilog="Example: rlgen report mine")
+def call_report(
     run: RunPath,
     out: Annotated[Path | None, typer.Option(help="File to write instead of report.html in the run's directory.")] = None,
     png: Annotated[
@@ -233,8 +237,8 @@ def report(
     report_command(run, out, png, rollouts, as_json)
 
 
-@app.command(epilog="Example: rlgen compare grpo-0 grpo-1 rloo-0 rloo-1 --by tokens --html")
-def compare(
+@app.command("compare", epilog="Example: rlgen compare grpo-0 grpo-1 rloo-0 rloo-1 --by tokens --html")
+def call_compare(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories, or names of runs in runs/.")],
     metric: Annotated[
         str, typer.Option(metavar="NAME", help="Metric of the verdict; rlgen docs metrics lists them.")
@@ -255,8 +259,8 @@ def compare(
     compare_command(runs, metric, by, html, png, out, as_json)
 
 
-@app.command(epilog="Example: rlgen replay mine --step 17 --set trainer.beta=0.05")
-def replay(
+@app.command("replay", epilog="Example: rlgen replay mine --step 17 --set trainer.beta=0.05")
+def call_replay(
     run: RunPath,
     step: Annotated[int, typer.Option(min=1, help="The step to compute again.")],
     overrides: Annotated[
@@ -275,30 +279,11 @@ def replay(
     replay_command(run, step, overrides or [], as_json)
 
 
-@app.command(epilog="Example: rlgen export mine --step best --out mine-model --push-to-hub me/mine")
-def export(
-    source: Annotated[
-        Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run's directory, its name in runs/, or one of its checkpoints.")
-    ],
-    out: Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist.")],
-    step: CheckpointStep = None,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Dtype of the written weights.")] = "float32",
-    push_to_hub: Annotated[
-        str | None,
-        typer.Option(metavar="REPO", help="Also send it to this repository of the hub, such as me/mine; a new one is private."),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Write a checkpoint as a model that transformers and vLLM open. Adapters are merged, the model is reloaded and compared, and
-    a model card says how it was trained.
-    """
-    from rlgen.cli.export import export_command
-
-    export_command(source, out, step, dtype, as_json, push_to_hub)
+app.command("export", epilog="Example: rlgen export mine --step best --out mine-model --push-to-hub me/mine")(export_command)
 
 
-@app.command(epilog="Example: rlgen estimate recipe.yaml --gpu-gib 80")
-def estimate(
+@app.command("estimate", epilog="Example: rlgen estimate recipe.yaml --gpu-gib 80")
+def call_estimate(
     recipe: RecipePath,
     overrides: Overrides = None,
     gpu_gib: Annotated[
@@ -312,8 +297,8 @@ def estimate(
     estimate_command(recipe, overrides or [], gpu_gib, as_json)
 
 
-@app.command(epilog="Example: rlgen validate recipe.yaml --data 3")
-def validate(
+@app.command("validate", epilog="Example: rlgen validate recipe.yaml --data 3")
+def call_validate(
     recipe: RecipePath,
     overrides: Overrides = None,
     as_json: AsJson = False,
@@ -327,8 +312,8 @@ def validate(
     validate_command(recipe, overrides or [], as_json, data)
 
 
-@app.command(epilog="Example: rlgen show recipe.yaml | less")
-def show(
+@app.command("show", epilog="Example: rlgen show recipe.yaml | less")
+def call_show(
     recipe: RecipePath,
     overrides: Overrides = None,
     resolved: Annotated[bool, typer.Option("--resolved", help="Print the resolved recipe as YAML.")] = False,
@@ -340,8 +325,8 @@ def show(
     show_command(recipe, overrides or [], resolved, as_json)
 
 
-@app.command(epilog="Example: rlgen schema --out recipe.schema.json")
-def schema(
+@app.command("schema", epilog="Example: rlgen schema --out recipe.schema.json")
+def call_schema(
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="File to write instead of printing.")] = None,
 ) -> None:
     """Print the JSON Schema of recipes. Editors complete keys and mark mistakes if this is a recipe's first line:
@@ -353,25 +338,8 @@ def schema(
     schema_command(out)
 
 
-@app.command(epilog="Example: rlgen docs --search truncated")
-def docs(
-    page: Annotated[str | None, typer.Argument(help="Name of a page; without it, the pages are listed.")] = None,
-    search: Annotated[
-        str | None, typer.Option("--search", metavar="WORD", help="List the lines that contain WORD, of PAGE or of all pages.")
-    ] = None,
-) -> None:
-    """Print a page of the documentation, or list the pages."""
-    from rlgen.cli.docs import docs_command
-
-    docs_command(page, search)
-
-
-@app.command(epilog="Example: rlgen env > env.txt")
-def env(as_json: AsJson = False) -> None:
-    """Print what a bug report needs. Versions, machine and environment variables, without secrets."""
-    from rlgen.cli.env import env_command
-
-    env_command(as_json)
+app.command("docs", epilog="Example: rlgen docs --search truncated")(docs_command)
+app.command("env", epilog="Example: rlgen env > env.txt")(env_command)
 
 
 def main() -> None:
@@ -416,15 +384,15 @@ def leave(code: int) -> NoReturn:
 
     Output that cannot be written, such as to a closed pipe, is not an error.
     """
-    flush()
+    flush_streams()
     with suppress(KeyboardInterrupt):
         threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
     atexit._run_exitfuncs()
-    flush()
+    flush_streams()
     os._exit(code)
 
 
-def flush() -> None:
+def flush_streams() -> None:
     """Flushes standard output and standard error. A stream that cannot be written is discarded."""
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -5,6 +5,9 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 import rlgen
 from rlgen.cli.output import echo
@@ -14,8 +17,13 @@ PAGES = Path(rlgen.__file__).parent / "docs"
 COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)  # markers of generated tables
 
 
-def docs_command(page: str | None, search: str | None = None) -> None:
-    """Lists the pages, or lines that hold a word, or prints a page: formatted in a terminal, as plain text elsewhere."""
+def docs_command(
+    page: Annotated[str | None, typer.Argument(help="Name of a page; without it, the pages are listed.")] = None,
+    search: Annotated[
+        str | None, typer.Option("--search", metavar="WORD", help="List the lines that contain WORD, of PAGE or of all pages.")
+    ] = None,
+) -> None:
+    """Print a page of the documentation, or list the pages."""
     if search is not None:
         echo(lines_with(search, page_names() if page is None else [page]))
         return

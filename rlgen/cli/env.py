@@ -7,6 +7,7 @@ from typing import Any
 
 import psutil
 
+from rlgen.cli.groups import AsJson
 from rlgen.cli.output import echo
 from rlgen.redact import REDACTED, SECRET_VARIABLE, redacted
 from rlgen.run.provenance import hardware, software
@@ -21,8 +22,9 @@ PATIENCE = 10.0  # timeout of nvidia-smi in seconds
 GIB = 1 << 30
 
 
-def env_command(as_json: bool) -> None:
-    """Prints versions, machine and variables without secrets. Where a value cannot be found, the reason stands in its place."""
+def env_command(as_json: AsJson = False) -> None:
+    """Print what a bug report needs. Versions, machine and environment variables, without secrets."""
+    # Where a value cannot be found, the reason stands in its place.
     names = sorted(name for name in os.environ if name.upper().startswith(VARIABLES))
     variables = {name: REDACTED if SECRET_VARIABLE.fullmatch(name) else redacted(os.environ[name]) for name in names}
     facts = {**software(), **machine(), "variables": variables}

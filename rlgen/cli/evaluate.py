@@ -2,10 +2,11 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rlgen.analysis.run import EDGES
 from rlgen.cli.export import find_checkpoint
 from rlgen.cli.output import echo
 from rlgen.errors import ProcessError, UsageError
@@ -41,8 +42,7 @@ def eval_command(name: Path, path: Path, overrides: list[str], step: str | None,
         echo(json.dumps({**facts, "trained_on_too": held_out.overlap, "metrics": found.metrics}))
         return
     echo(f"{target.adapter or target.model.path}: {len(held_out.prompts)} prompts of {held_out.rows.source}")
-    for line in lines_of(found.metrics):
-        echo(line)
+    print_metrics(found.metrics)
 
 
 def evaluate_target(
@@ -101,17 +101,16 @@ def whole_model(recipe: Recipe, location: str) -> ModelRecipe:
     return recipe.model.model_copy(update={"path": location, "lora": None, "quantization": None, "revision": None})
 
 
-def lines_of(metrics: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the lines of the table: each value with its interval, if it has one."""
-    yield f"{'':<{WIDTH}}{'mean':>10}  95 % interval"
-    keys = [Metric.EVAL_REWARD_MEAN, *(key for key in Family.EVAL_PASS.keys(metrics) if not key.endswith(("_low", "_high")))]
-    keys += Family.EVAL_REWARD.keys(metrics)
-    keys += [Metric.EVAL_MEAN_TOKENS, Metric.EVAL_TRUNCATED, Metric.EVAL_DELTA_MAX]
+def print_metrics(metrics: Mapping[str, Any]) -> None:
+    """Prints a table: each value with its interval, if it has one."""
+    echo(f"{'':<{WIDTH}}{'mean':>10}  95 % interval")
+    keys = [Metric.EVAL_REWARD_MEAN, *(key for key in Family.EVAL_PASS.keys(metrics) if not key.endswith(EDGES))]
+    keys += [*Family.EVAL_REWARD.keys(metrics), Metric.EVAL_MEAN_TOKENS, Metric.EVAL_TRUNCATED, Metric.EVAL_DELTA_MAX]
     for key in keys:
-        value, low, high = (metrics.get(f"{key}{edge}") for edge in ("", "_low", "_high"))
+        value, low, high = (metrics.get(f"{key}{edge}") for edge in ("", *EDGES))
         if value is not None:
             interval = "" if low is None or high is None else f"  {low:.4g} to {high:.4g}"
-            yield f"{key.removeprefix('eval/'):<{WIDTH}}{value:>10.4g}{interval}"
+            echo(f"{key.removeprefix('eval/'):<{WIDTH}}{value:>10.4g}{interval}")
     for key in (Metric.EVAL_REWARD_UNSCORED, *Family.EVAL_FAILED.keys(metrics)):
         if metrics.get(key):
-            yield f"{key.removeprefix('eval/'):<{WIDTH}}{metrics[key]:>10}"
+            echo(f"{key.removeprefix('eval/'):<{WIDTH}}{metrics[key]:>10}")

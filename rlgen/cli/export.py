@@ -7,8 +7,11 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import typer
+
+from rlgen.cli.groups import AsJson, CheckpointStep
 from rlgen.cli.output import echo
 from rlgen.errors import CheckpointError, RecipeError, SetupError, UsageError
 from rlgen.files import write_text
@@ -22,20 +25,28 @@ CARD = "README.md"
 
 
 def export_command(
-    source: Path, out: Path, step: str | None, dtype: Literal["float32", "bfloat16"], as_json: bool, repo: str | None = None
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run's directory, its name in runs/, or one of its checkpoints.")
+    ],
+    out: Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist.")],
+    step: CheckpointStep = None,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Dtype of the written weights.")] = "float32",
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option(metavar="REPO", help="Also send it to this repository of the hub, such as me/mine; a new one is private."),
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Writes `out` by an atomic rename: whole or not at all.
-
-    Args:
-        step: as `find_checkpoint` takes it.
-        repo: repository of the hub to send the written folder to, which stays if the hub does not take it; None: send nothing.
+    """Write a checkpoint as a model that transformers and vLLM open. Adapters are merged, the model is reloaded and compared, and
+    a model card says how it was trained.
     """
+    # An atomic rename writes it whole or not at all; it stays if the hub does not take it.
     checkpoint = find_checkpoint(source, step)
     out = out.expanduser().resolve()
     if out.exists():
         raise UsageError(f"--out: {out} exists already; name another folder")
-    if repo is not None:
-        check_repo(repo)
+    if push_to_hub is not None:
+        check_repo(push_to_hub)
     check_files(checkpoint, hashes=True)
     aside = out.with_name(f".writing_{out.name}")
     # Left by an export that was killed; nothing else uses this name.
@@ -52,10 +63,10 @@ def export_command(
     report = {"out": str(out), "checkpoint": str(checkpoint), "dtype": dtype, **report}
     if not as_json:
         echo(said_of(report))
-    report["pushed"] = None if repo is None else push(out, repo, report["step"])
+    report["pushed"] = None if push_to_hub is None else push(out, push_to_hub, report["step"])
     if as_json:
         echo(json.dumps(report))
-    elif repo is not None:
+    elif push_to_hub is not None:
         echo(f"sent to {report['pushed']}, private if it is new")
 
 

@@ -1,4 +1,4 @@
-"""The commands that have a second word, such as `rlgen recipes list`, and the options that several commands share."""
+"""The options that several commands share, and the commands that begin with `rlgen recipes` and `rlgen rewards`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +12,6 @@ def commands(help_text: str, example: str) -> typer.Typer:
 
 
 recipes = commands("Recipes to start from.", "rlgen recipes list")
-checkpoints = commands("What a run has saved.", "rlgen checkpoints list mine")
 rewards = commands("Rewards of a recipe, without a model.", "rlgen rewards test recipe.yaml")
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file.")]
@@ -64,38 +63,6 @@ def warm_start_model(
     from rlgen.cli.inspect import warm_start_command
 
     warm_start_command(recipe, model, out, accuracy)
-
-
-@checkpoints.command("list", epilog="Example: rlgen checkpoints list mine")
-def list_checkpoints(run: RunPath, as_json: AsJson = False) -> None:
-    """List the checkpoints of a run by name and size of their files; `verify` reads them."""
-    from rlgen.cli.checkpoints import list_command
-
-    list_command(run, as_json)
-
-
-@checkpoints.command("verify", epilog="Example: rlgen checkpoints verify mine --step 40")
-def verify_checkpoints(
-    run: RunPath,
-    step: Annotated[int | None, typer.Option(help="Step of one checkpoint. Default: all checkpoints.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Read every byte of a run's checkpoints and compare it with what was written; exit 8 if one is damaged."""
-    from rlgen.cli.checkpoints import verify_command
-
-    verify_command(run, step, as_json)
-
-
-@checkpoints.command("prune", epilog="Example: rlgen checkpoints prune mine --keep 2")
-def prune_checkpoints(
-    run: RunPath,
-    keep: Annotated[int, typer.Option(min=1, help="Newest good checkpoints to keep.")] = 1,
-    as_json: AsJson = False,
-) -> None:
-    """Delete old checkpoints and those that were set aside. The newest good ones and the best by evaluation stay."""
-    from rlgen.cli.checkpoints import prune_command
-
-    prune_command(run, keep, as_json)
 
 
 @rewards.command("test", epilog="Example: rlgen rewards test recipe.yaml --rows 10")

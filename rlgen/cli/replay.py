@@ -108,7 +108,7 @@ def print_replay(run: Path, found: "Replay", changes: Changes) -> None:
         for key in keys:
             table.add_row(key, *map(exact, found.differences.get(key, (found.metrics[key], found.metrics[key]))))
         console.print(table)
-    console.say("\n".join(conclusions(found)))
+    console.say("\n".join(result_lines(found)))
     if (change := found.change) is None:
         return
     said = [
@@ -125,7 +125,7 @@ def print_replay(run: Path, found: "Replay", changes: Changes) -> None:
     console.say("\n".join(effect(change)))
 
 
-def conclusions(found: "Replay") -> list[str]:
+def result_lines(found: "Replay") -> list[str]:
     """Returns the lines that say whether the replay is what was recorded."""
     if not found.differences:
         return [f"the same to the last bit: all {len(found.metrics)} numbers of the update in metrics.jsonl"]

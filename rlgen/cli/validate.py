@@ -51,15 +51,13 @@ def validate_command(path: Path, overrides: list[str], as_json: bool, count: int
     data = None
     if count and can_open(recipe):
         try:
-            from rlgen.setup.data import open_data
+            from rlgen.setup.data import open_data, open_turns
         except ImportError as error:
             echo(f"note: prompts are not shown: {error}")
         else:
             data = open_data(recipe)
-    if data is not None and recipe.tools:
-        from rlgen.setup.data import open_turns
-
-        open_turns(recipe, data.tokenizer, data.stop_ids, None).close()
+            if recipe.tools:
+                open_turns(recipe, data.tokenizer, data.stop_ids, None).close()
     shown = [] if data is None else list(data.prompts.take(0, min(count, len(data.prompts))))
     if as_json:
         report = {"valid": True, "recipe": str(path), "notices": notices, "warnings": warnings, "plan": steps_of(recipe)}

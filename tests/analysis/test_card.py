@@ -24,8 +24,7 @@ def test_the_rewards_up_to_the_checkpoint(tmp_path: Path) -> None:
     assert [row[0] for row in rows] == [f"{first} to {first + 1}" for first in range(1, 21, 2)]
     first_two = [record["reward/mean"] for record in run.metrics[:2]]
     assert rows[0][1] == f"{sum(first_two) / 2:.3g}"
-    few = rows_of(model_card(run, 3, "float32"), "Reward")
-    assert [row[0] for row in few[1:]] == ["1 to 1", "2 to 2", "3 to 3"]
+    assert [row[0] for row in rows_of(model_card(run, 3, "float32"), "Reward")[1:]] == ["1 to 1", "2 to 2", "3 to 3"]
 
 
 def test_the_evaluations_up_to_the_checkpoint(tmp_path: Path) -> None:
@@ -79,11 +78,8 @@ def test_versions_are_those_of_the_attempt_that_trained_the_step(tmp_path: Path)
     ]
     (path / "provenance.json").write_text(json.dumps(attempts))
     run = read_run(path)
-    assert rows_of(model_card(run, 3, "float32"), "Provenance")[1:] == [
-        ["rlgen", "0.1.0"],
-        ["gpus", "H200, H200"],
-        ["torch", "2.12"],
-    ]
+    before = rows_of(model_card(run, 3, "float32"), "Provenance")[1:]
+    assert before == [["rlgen", "0.1.0"], ["gpus", "H200, H200"], ["torch", "2.12"]]
     card = model_card(run, 4, "float32")
     assert rows_of(card, "Provenance")[1:] == [["rlgen", "0.2.0"], ["torch", "2.13"]]
     assert "secret" not in card and "/home/me" not in card

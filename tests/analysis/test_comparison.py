@@ -17,9 +17,9 @@ from rich.console import Console
 from selenium.webdriver import Chrome
 from typer.testing import CliRunner
 
-from rlgen.analysis.aligned import differences_of, grouped, metric_chart, other_charts
+from rlgen.analysis.aligned import grouped, metric_chart, other_charts
 from rlgen.analysis.charts import Chart, Line, chart_of
-from rlgen.analysis.comparison import compare
+from rlgen.analysis.comparison import compare, differences_of
 from rlgen.analysis.interval import of_series
 from rlgen.analysis.plot import HEIGHT, plot
 from rlgen.analysis.png import COLOURS, paint
@@ -79,7 +79,7 @@ def test_only_keys_that_differ_and_have_an_effect(tmp_path: Path) -> None:
     assert found["run.seed"] == {left: 0, right: 7}
     assert not {"run.name", "run.dir", "trainer.cispo_max", "optim.schedule"} & set(found)
     assert [key.split(".")[0] for key in found] == ["run"] + ["trainer"] * (len(found) - 2) + ["optim"], "in the recipe's order"
-    shorter = single(tmp_path, "one reward", [1.0], recipe={**GRPO, "rewards": [{"use": "exact_match"}]})
+    shorter = single(tmp_path, "shorter", [1.0], recipe={**GRPO, "rewards": [{"use": "exact_match"}]})
     found = differences_of([left, shorter])
     assert found["rewards.1.use"] == {left: "length"} and "rewards.0.use" not in found
 

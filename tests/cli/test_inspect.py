@@ -9,20 +9,21 @@ from conftest import RECIPE, ROOT
 from typer.testing import CliRunner
 
 from rlgen.cli.app import app
-from rlgen.cli.inspect import copy_command, schema_command, show_command
+from rlgen.cli.inspect import copy_command, list_recipes_command, schema_command, show_command
 from rlgen.errors import UsageError
 from rlgen.recipe import load_recipe
 from rlgen.recipe.schema import recipe_schema
 
+Captured = pytest.CaptureFixture[str]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 
-def shown(path: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> list[str]:
+def shown(path: Path, capsys: Captured, *overrides: str) -> list[str]:
     show_command(path, list(overrides), resolved=False, as_json=False)
     return capsys.readouterr().out.splitlines()
 
 
-def test_a_value_stands_with_its_origin_and_its_sentence(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_value_stands_with_its_origin_and_its_sentence(recipe_file: Path, capsys: Captured) -> None:
     lines = shown(recipe_file, capsys, "run.seed=3", "model.lora={rank: 4}", "data.options={size: 9}")
     for value, sentence in {
         "  run.seed = 3  (--set 1: run.seed=3)": "    Every random choice follows from the seed and its position in the run.",
@@ -39,11 +40,8 @@ def test_a_value_stands_with_its_origin_and_its_sentence(recipe_file: Path, caps
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_every_value_of_a_recipe_has_a_sentence_in_80_columns(
-    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    lines = shown(path.relative_to(ROOT), capsys)
+def test_every_value_of_a_recipe_has_a_sentence_in_80_columns(path: Path, capsys: Captured) -> None:
+    lines = shown(path, capsys)
     show_command(path, [], resolved=False, as_json=True)
     values = json.loads(capsys.readouterr().out)
     heads = [index for index, line in enumerate(lines) if line.startswith("  ") and line[2] != " "]
@@ -56,7 +54,7 @@ def test_every_value_of_a_recipe_has_a_sentence_in_80_columns(
     assert [line for line in lines if len(line) > 80 and len(line.split()) > 1] == []
 
 
-def test_the_schema_is_printed_or_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_schema_is_printed_or_written(tmp_path: Path, capsys: Captured) -> None:
     schema_command(None)
     assert json.loads(capsys.readouterr().out) == recipe_schema()
     file = tmp_path / "recipe.schema.json"
@@ -75,9 +73,7 @@ def test_the_schema_is_printed_or_written(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_copied_recipe_names_nothing_outside_of_its_folder(
-    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_copied_recipe_names_nothing_outside_of_its_folder(path: Path, tmp_path: Path, capsys: Captured) -> None:
     copy_command(path.stem, tmp_path)
     copy = tmp_path / path.name
     model = load_recipe(copy).recipe.model.path
@@ -103,9 +99,7 @@ def test_a_recipe_is_copied_with_its_reward(tmp_path: Path) -> None:
     assert not (tmp_path / "tldr-qwen3-0.6b-online-dpo.yaml").exists()
 
 
-def test_the_list_of_recipes_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    from rlgen.cli.inspect import list_recipes_command
-
+def test_the_list_of_recipes_fits_80_columns(capsys: Captured) -> None:
     list_recipes_command(as_json=False)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80 and [line.split()[0] for line in lines if line[0] != " "] == [path.stem for path in RECIPES]

@@ -443,7 +443,7 @@ def test_a_run_is_resumed_replayed_and_exported(recipe: Path, tmp_path: Path, ca
     last = len(done["messages"])
     between = [name for turn in range(1, last - 1, 2) for name in (f"{turn}: assistant", f"{turn + 1}: user, not trained on")]
     assert named == [*between, f"{last}: environment, not trained on"], "the last turn is the completion below"
-    export_command(run, tmp_path / "out", "2", "float32", True)
+    export_command(run, tmp_path / "out", "2", "float32", as_json=True)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == TEMPLATE
 
 
