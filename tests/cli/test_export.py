@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlgen.cli.export import adapted_and_merged, export_command
 from rlgen.cli.train import train_command
 from rlgen.errors import CheckpointError, SetupError, UsageError
-from rlgen.models import weights
+from rlgen.models import load, weights
 from rlgen.models.lora import base_weight, without_adapter
 from rlgen.models.policy import Policy
 from rlgen.processes import Processes
@@ -190,28 +190,40 @@ def test_what_the_hub_does_not_take_stays(full_run: Path, tmp_path: Path, monkey
     assert not (tmp_path / "out2").exists() and len(refusing.calls) == 2
 
 
-def test_a_wrong_merge_is_not_exported(adapter_run: Path, tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(weights, "merged_weight", lambda layer: base_weight(layer).float())
-    with pytest.raises(CheckpointError, match="the merged model is not the policy that was trained") as caught:
+OPENED = load.load_model
+
+
+def other_norm(location: str, *arguments: Any) -> Any:
+    """Opens a model; what was exported has another weight then."""
+    model = OPENED(location, *arguments)
+    if location.endswith(".writing_out"):
+        weights.own_tensors(model)["model.norm.weight"][3] += 1e-3
+    return model
+
+
+@pytest.mark.fault(72)
+@pytest.mark.parametrize(
+    "module, name, other, said",
+    [
+        (
+            weights,
+            "merged_weight",
+            lambda layer: base_weight(layer).float(),
+            "the merged model is not the policy that was trained",
+        ),
+        (load, "load_model", other_norm, r"other values in model\.norm\.weight"),
+        (weights, "base_digest", lambda model: "another", "adapts other weights"),
+    ],
+    ids=["a wrong merge", "a written file that differs", "another base than the trained one"],
+)
+def test_what_differs_is_not_exported(
+    adapter_run: Path, tmp_path: Path, monkeypatch: Patch, module: Any, name: str, other: Any, said: str, proof: Proof
+) -> None:
+    monkeypatch.setattr(module, name, other)
+    with pytest.raises(CheckpointError, match=said) as caught:
         export_command(adapter_run, tmp_path / "out")
     assert caught.value.exit_code == 8 and list(tmp_path.iterdir()) == []
-
-
-def test_a_written_file_that_differs_is_not_exported(adapter_run: Path, tmp_path: Path, monkeypatch: Patch) -> None:
-    from rlgen.models import load
-
-    opened = load.load_model
-
-    def changed(location: str, *arguments: Any) -> Any:
-        model = opened(location, *arguments)
-        if location.startswith(str(tmp_path)):
-            weights.own_tensors(model)["model.norm.weight"][3] += 1e-3
-        return model
-
-    monkeypatch.setattr(load, "load_model", changed)
-    with pytest.raises(CheckpointError, match=r"other values in model\.norm\.weight"):
-        export_command(adapter_run, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
+    proof(f"{name} changed: exit 8, nothing written")
 
 
 @pytest.mark.slow
@@ -265,15 +277,3 @@ def test_what_cannot_be_exported(adapter_run: Path, tmp_path: Path, rlgen: Run) 
     assert result.returncode == 0 and json.loads(result.stdout)["step"] == 4 and "Traceback" not in result.stderr
     again = rlgen("export", adapter_run, "--out", tmp_path / "out")
     assert again.returncode == 2 and "exists already" in again.stderr
-
-
-@pytest.mark.fault(72)
-def test_another_base_than_the_trained_one_is_refused(
-    adapter_run: Path, tmp_path: Path, monkeypatch: Patch, proof: Proof
-) -> None:
-    """The hub's copy moved on, or the folder was written over."""
-    monkeypatch.setattr(weights, "base_digest", lambda model: "another")
-    with pytest.raises(CheckpointError, match="adapts other weights"):
-        export_command(adapter_run, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
-    proof("the base's digest changed: exit 8, nothing written")
