@@ -133,8 +133,7 @@ class Processes:
     def gather_rows(self, rows: NDArray[Any]) -> NDArray[Any]:
         """Returns the rows of all processes, in order of rank; for rows of a few numbers: every process receives all of them.
 
-        Args:
-            rows: [b] of one structured or plain dtype, the same in all processes.
+        `rows`: [b] of one structured or plain dtype, the same in all processes.
         """
         if self.world == 1:
             return rows
@@ -204,10 +203,6 @@ class Processes:
             dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]  # type: ignore[return-value]
 
-    def patiently(self, work: Callable[[], T]) -> T:
-        """Runs `work` in the main process as `on_main` does, for work that may take longer than `timeout`."""
-        return self.on_main(work, keepalive=True)
-
     @contextmanager
     def _heard_of(self) -> Iterator[None]:
         """Exchanges keep-alive messages, four in each `timeout`, from a thread while the block runs in the calling one.
@@ -267,19 +262,18 @@ class Processes:
 
     @contextmanager
     def reporting_once(self) -> Iterator[None]:
-        """Passes an error that leaves the block through `marked_once`."""
-        try:
-            yield
-        except BaseException as error:
-            raise self.marked_once(error) from error.__cause__
-
-    def marked_once(self, error: BaseException) -> BaseException:
-        """Returns the exception with which this process should end, and marks it so that only one process prints the reason.
+        """Marks an error that leaves the block, or raises another one in its place, so that only one process prints the reason.
 
         A process whose peer has ended sees only a network error. The real reason is the message that the first failing process
         wrote to the store; a killed process wrote none. A process of this machine that neither ends nor reports is killed: it may
         ignore signals, and its launcher may wait for it for a long time.
         """
+        try:
+            yield
+        except BaseException as error:
+            raise self._marked_once(error) from error.__cause__
+
+    def _marked_once(self, error: BaseException) -> BaseException:
         if self.store is None or getattr(error, "told", False) or getattr(error, "said", False):
             return error
         try:

@@ -166,6 +166,14 @@ def one_span(tokens: int, version: int) -> tuple[Span, ...]:
     return (Span(0, tokens, version),)
 
 
+def mask_of(spans: Iterable[Span], length: int) -> NDArray[np.bool_]:
+    """Returns [L], true for the tokens within `spans`."""
+    mask = np.zeros(length, dtype=bool)
+    for start, stop, _ in spans:
+        mask[start:stop] = True
+    return mask
+
+
 def whole_conversation(messages: str, completion: str) -> list[dict[str, Any]]:
     """Returns all messages after the prompt: those of a `Completion`, and the text of the last turn as the assistant's.
 
@@ -251,13 +259,11 @@ class Sample(_Record):
 
     @property
     def loss_mask(self) -> NDArray[np.bool_]:
-        return _mask([span[:2] for span in self.spans], len(self.completion_ids))
+        return mask_of(self.spans, len(self.completion_ids))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group(_Record):
-    """All completions of one prompt."""
-
     group_id: int
     prompt: Prompt
     samples: tuple[Sample, ...]  # [G]
@@ -274,11 +280,15 @@ class Ragged(_Record):
     offsets: NDArray[np.int64]  # [B + 1]
 
     @classmethod
-    def of(cls, rows: Sequence[NDArray[Any]], dtype: Any) -> "Ragged":
-        """Concatenates rows into one array of type `dtype`; this is the only copy made of them."""
+    def of(cls, rows: Sequence[NDArray[Any]], dtype: Any, shape: tuple[int, ...] = ()) -> "Ragged":
+        """Concatenates rows into one array of type `dtype`; this is the only copy made of them.
+
+        Args:
+            shape: of one entry of a row.
+        """
         offsets = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum([len(row) for row in rows], out=offsets[1:])
-        return cls(np.concatenate(rows, dtype=dtype) if rows else np.zeros(0, dtype=dtype), offsets)
+        return cls(np.concatenate(rows, dtype=dtype) if rows else np.zeros((0, *shape), dtype=dtype), offsets)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -297,7 +307,7 @@ class Ragged(_Record):
 
     def take(self, rows: Sequence[int] | NDArray[np.int64]) -> "Ragged":
         """Returns a copy of the rows at these indices, in their order."""
-        return Ragged.of([self[row] for row in rows], self.values.dtype)
+        return Ragged.of([self[row] for row in rows], self.values.dtype, self.values.shape[1:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -313,7 +323,7 @@ class Samples(_Record):
     prompt_ids: Ragged  # int32
     completion_ids: Ragged  # int32 [N]
     sampler_logp: Ragged  # float32 [N], NaN where not sampled
-    spans: NDArray[np.int64]  # [M, 4]: row, start, stop, version; in the order of rows
+    spans: Ragged  # int64 [M, 3]: start, stop, version
     truncated: NDArray[np.bool_]  # [B] ended by the token limit
     seed: NDArray[np.int64]  # [B]
     cached_tokens: NDArray[np.int64]  # [B]
@@ -333,8 +343,7 @@ class Samples(_Record):
             labels: names of the rewards; None: those of the first sample.
         """
         names = tuple(labels if labels is not None else samples[0].rewards if samples else ())
-        completions = Ragged.of([sample.completion_ids for sample in samples], np.int32)
-        spans = [(row, *span) for row, sample in enumerate(samples) for span in sample.spans]
+        spans = [np.array(sample.spans, dtype=np.int64).reshape(-1, 3) for sample in samples]
         single = [[_number(sample.rewards[name]) for name in names] for sample in samples]
         optional = {name: tuple(getattr(sample, name) for sample in samples) for name in ("messages", "counts", "images")}
         return cls(
@@ -342,9 +351,9 @@ class Samples(_Record):
             group_id=np.array([sample.group_id for sample in samples], dtype=np.int64),
             sample_index=np.array([sample.sample_index for sample in samples], dtype=np.int64),
             prompt_ids=Ragged.of([sample.prompt_ids for sample in samples], np.int32),
-            completion_ids=completions,
+            completion_ids=Ragged.of([sample.completion_ids for sample in samples], np.int32),
             sampler_logp=Ragged.of([sample.sampler_logp for sample in samples], np.float32),
-            spans=np.array(spans, dtype=np.int64).reshape(-1, 4),
+            spans=Ragged.of(spans, np.int64, (3,)),
             truncated=np.array([sample.finish_reason == "length" for sample in samples], dtype=bool),
             seed=np.array([sample.seed for sample in samples], dtype=np.int64),
             cached_tokens=np.array([sample.cached_tokens for sample in samples], dtype=np.int64),
@@ -378,13 +387,13 @@ class Samples(_Record):
             images=self.images[row] if self.images else (),
         )
 
+    def __iter__(self) -> Iterator[Sample]:
+        return (self[row] for row in range(len(self)))
+
     def take(self, rows: Sequence[int] | NDArray[np.int64]) -> "Samples":
         """Returns a copy of the rows at these indices, in their order."""
         rows = np.asarray(rows, dtype=np.int64)
-        place_of = {row: place for place, row in enumerate(rows.tolist())}
-        mine = self.spans[np.isin(self.spans[:, 0], rows)]
-        spans = np.column_stack([[place_of[row] for row in mine[:, 0].tolist()], mine[:, 1:]]) if len(mine) else mine
-        columns: dict[str, Any] = {"spans": spans[np.argsort(spans[:, 0], kind="stable")].astype(np.int64)}
+        columns: dict[str, Any] = {}
         for name in self._columns():
             column = getattr(self, name)
             if isinstance(column, Ragged):
@@ -398,9 +407,7 @@ class Samples(_Record):
     @classmethod
     def join(cls, parts: Sequence["Samples"]) -> "Samples":
         """Concatenates the rows of several `Samples` that have the same rewards, in their order."""
-        firsts = np.cumsum([0, *map(len, parts)])
-        spans = [part.spans + np.array([first, 0, 0, 0]) for first, part in zip(firsts, parts, strict=False)]
-        columns: dict[str, Any] = {"spans": np.concatenate(spans)}
+        columns: dict[str, Any] = {}
         for name in cls._columns():
             of_parts = [getattr(part, name) for part in parts]
             if isinstance(of_parts[0], Ragged):
@@ -415,8 +422,7 @@ class Samples(_Record):
 
     @classmethod
     def _columns(cls) -> list[str]:
-        """Returns the names of the fields with one entry per row."""
-        return [one.name for one in fields(cls) if one.name not in ("labels", "spans")]
+        return [one.name for one in fields(cls) if one.name != "labels"]
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -426,67 +432,56 @@ class Samples(_Record):
     @property
     def loss_mask(self) -> Ragged:
         """Returns bool [N], true for sampled tokens."""
-        return self._covered(self.spans)
+        return self._covered(np.ones(len(self.spans.values), dtype=bool))
 
     def sampled_by(self, version: int) -> Ragged:
         """Returns bool [N], true for the tokens that the weights of `version` sampled."""
-        return self._covered(self.spans[self.spans[:, 3] == version])
+        return self._covered(self.spans.values[:, 2] == version)
 
-    def _covered(self, spans: NDArray[np.int64]) -> Ragged:
-        """Returns bool [N], true within `spans`."""
+    def _covered(self, chosen: NDArray[np.bool_]) -> Ragged:
+        """Returns bool [N], true within the spans that are `chosen` [M]."""
         offsets = self.completion_ids.offsets
         edges = np.zeros(offsets[-1] + 1, dtype=np.int8)
-        first = offsets[spans[:, 0]]
+        spans = (self.spans.values[:, :2] + offsets[self._row_of_span, None])[chosen]
         # `np.add.at` counts repeated indices, which occur where one span begins at the end of another.
-        np.add.at(edges, first + spans[:, 1], 1)
-        np.add.at(edges, first + spans[:, 2], -1)
+        np.add.at(edges, spans[:, 0], 1)
+        np.add.at(edges, spans[:, 1], -1)
         return Ragged(np.cumsum(edges[:-1], dtype=np.int8).astype(bool), offsets)
 
-    def mask_of(self, row: int) -> NDArray[np.bool_]:
-        """Returns [L] bool for one row, true for sampled tokens."""
-        return _mask([span[:2] for span in self.spans_of(row)], len(self.completion_ids[row]))
-
     def spans_of(self, row: int) -> tuple[Span, ...]:
-        """Returns the spans of one row."""
-        spans = self.spans[slice(*self.spans[:, 0].searchsorted([row, row + 1]))]
-        return tuple(Span(*span[1:]) for span in spans.tolist())
+        return tuple(Span(*span) for span in self.spans[row].tolist())
+
+    @property
+    def _row_of_span(self) -> NDArray[np.int64]:
+        return np.repeat(np.arange(len(self)), self.spans.lengths)
 
     @property
     def sampled_tokens(self) -> NDArray[np.int64]:
         """Returns [B], the number of tokens that the model sampled."""
         counts = np.zeros(len(self), dtype=np.int64)
-        np.add.at(counts, self.spans[:, 0], self.spans[:, 2] - self.spans[:, 1])
+        np.add.at(counts, self._row_of_span, self.spans.values[:, 1] - self.spans.values[:, 0])
         return counts
 
     @property
     def turns(self) -> NDArray[np.int64]:
         """Returns [B], the turns of the model: spans of a row that do not touch the one before them."""
-        counts = np.zeros(len(self), dtype=np.int64)
-        rows, starts, stops = self.spans[:, 0], self.spans[:, 1], self.spans[:, 2]
+        rows, starts, stops = self._row_of_span, self.spans.values[:, 0], self.spans.values[:, 1]
         begins = np.append(True, (rows[1:] != rows[:-1]) | (starts[1:] != stops[:-1]))[: len(rows)]
-        np.add.at(counts, rows[begins], 1)
-        return counts
+        return np.bincount(rows[begins], minlength=len(self))
 
     @property
     def weight_version(self) -> NDArray[np.int64]:
         """Returns [B], the oldest weight version that sampled a token of the row; -1: unknown."""
         oldest = np.full(len(self), np.iinfo(np.int64).max)
-        np.minimum.at(oldest, self.spans[:, 0], self.spans[:, 3])
+        np.minimum.at(oldest, self._row_of_span, self.spans.values[:, 2])
         return np.where(oldest == np.iinfo(np.int64).max, -1, oldest)
 
     @property
     def newest_version(self) -> NDArray[np.int64]:
         """Returns [B], the newest weight version that sampled a token of the row; -1: unknown."""
         newest = np.full(len(self), -1)
-        np.maximum.at(newest, self.spans[:, 0], self.spans[:, 3])
+        np.maximum.at(newest, self._row_of_span, self.spans.values[:, 2])
         return newest
-
-
-def _mask(spans: Iterable[Sequence[int]], length: int) -> NDArray[np.bool_]:
-    mask = np.zeros(length, dtype=bool)
-    for start, stop in spans:
-        mask[start:stop] = True
-    return mask
 
 
 def _number(value: float | None) -> float:

@@ -242,7 +242,7 @@ def lost(killed: Path, run: Path) -> Iterator[Difference | str]:
         if samples is None:
             yield f"no rollouts of step {step}"
             return
-        has = {(sample.group_id, sample.sample_index): sample for sample in map(samples.__getitem__, range(len(samples)))}
+        has = {(sample.group_id, sample.sample_index): sample for sample in samples}
         for one in read_frames(path).records:
             if isinstance(one, Answer):
                 now = has[one.group_id, one.sample_index]

@@ -39,7 +39,7 @@ from rlgen.rewards.load import REWARDS
 from rlgen.setup.attempt import train
 from rlgen.setup.reopen import TrainOptions
 from rlgen.setup.warm import TRAIN_SEED, warm_start
-from rlgen.worker_pool.find import find
+from rlgen.worker_pool.find import find_function
 
 ROOT = Path(__file__).parent.parent
 MODEL = "tiny:qwen3"
@@ -173,7 +173,7 @@ def held_out(task: str) -> list[Row]:
 def reward_of(task: str) -> Callable[..., float]:
     """Returns the function that both tools call."""
     use = TASKS[task].reward
-    return BUILTIN[use] if use in BUILTIN else find(str(ROOT / use), REWARDS)[0]
+    return BUILTIN[use] if use in BUILTIN else find_function(str(ROOT / use), REWARDS)[0]
 
 
 def recipe_of(cell: Cell) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from rlgen.engines.base import EngineInfo, Settings
 from rlgen.processes import Processes
 from rlgen.rollout.journal import Journal
 from rlgen.rollout.parquet import Rollout
-from rlgen.run.rollouts import RolloutWriter, read_rollouts
+from rlgen.rollout.read import read_rollouts
+from rlgen.run.rollouts import RolloutWriter
 from rlgen.types import Completion, Prompt, Ragged, Request, Samples, Sampling, ids_of
 
 VOCABULARY, ROW, GROUP = 150_000, 2000, 16
@@ -89,7 +90,7 @@ def made(tokens: int, noise: float) -> Rollout:
         prompt_ids=Ragged(np.tile(np.arange(50, dtype=np.int32), rows), np.arange(0, 50 * rows + 1, 50)),
         completion_ids=Ragged(ids, offsets),
         sampler_logp=Ragged(sampler, offsets),
-        spans=np.column_stack([numbers, np.zeros(rows), np.full(rows, ROW), np.full(rows, 3)]).astype(np.int64),
+        spans=Ragged(np.tile([0, ROW, 3], (rows, 1)), np.arange(rows + 1)),
         truncated=np.zeros(rows, dtype=bool),
         seed=rng.integers(0, 2**62, rows),
         cached_tokens=np.zeros(rows, dtype=np.int64),
@@ -127,7 +128,7 @@ def measure(tokens: int, folder: Path, noise: float = 1e-6) -> dict[str, float]:
         folder=folder / "rollouts",
         rank=0,
         world=1,
-        prompts=Prompts(),
+        prompt_at=Prompts().at,
         tokenizer=words,  # type: ignore[arg-type]
         stop_ids=SAMPLING.stop_ids,
         every=1,

@@ -35,8 +35,8 @@ from rlgen.errors import RlgenError
 from rlgen.models.tiny import END_OF_TEXT, TURN_END, byte_tokenizer, save_random
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
-from rlgen.sentinel.ladder import climb
 from rlgen.sentinel.probe import FEWER_TOKENS
+from rlgen.sentinel.rungs import climb
 from rlgen.sentinel.verdict import failed
 from rlgen.setup.data import open_data
 from rlgen.setup.pair import open_pair

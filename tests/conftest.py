@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import paths
+from helpers.recipes import recipe_for
 from helpers.slow import slow_but
 from helpers.waiting import HANGS
 from hypothesis import HealthCheck, settings
@@ -28,7 +29,6 @@ from rlgen.models import memory
 from rlgen.models.load import load_model, locate
 from rlgen.models.tiny import build_tiny
 from rlgen.processes import Processes
-from rlgen.recipe import Recipe
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.sentinel.sync import send_weights
 
@@ -44,22 +44,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Long files with few tests: begun first, so that no core waits for the other at the end (`make test`).
-LONG = (
-    *(
-        "test_recipes",
-        "test_learning",
-        "test_processes",
-        "test_process_faults",
-        "test_server_faults",
-        "test_resume",
-        "test_prove_resume",
-        "test_signals",
-        "test_parity",
-        "test_ladder",
-        "test_watch",
-    ),
-    *("test_lora_runs", "test_golden", "test_serve", "test_numbers", "test_paths", "test_sharded"),
-)
+LONG: list[str] = ["test_recipes", "test_learning", "test_processes", "test_process_faults", "test_server_faults", "test_resume"]
+LONG += ["test_prove_resume", "test_signals", "test_parity", "test_ladder", "test_watch", "test_lora_runs"]
+LONG += ["test_make", "test_serve", "test_numbers", "test_paths", "test_sharded"]
 
 RECIPE = """\
 run: {name: test, steps: 2}
@@ -164,15 +151,7 @@ def tiny_model(name: str) -> Any:
 def plan_of(name: str, **changes: Any) -> EnginePlan:
     """How vLLM runs a tiny model where a recipe says nothing; `changes` override single fields."""
     folder = str(build_tiny(name))
-    recipe = Recipe.model_validate(
-        {
-            "run": {"name": "plan"},
-            "model": {"path": folder, "dtype": "float32"},
-            "data": {"source": "task:sort"},
-            "rewards": [{"use": "exact_match"}],
-            "engine": {"kind": "colocated", "max_model_len": 640, "max_num_seqs": 64},
-        }
-    )
+    recipe = recipe_for(folder, engine={"kind": "colocated", "max_model_len": 640, "max_num_seqs": 64})
     return replace(EnginePlan.of(recipe, folder), **changes)
 
 
@@ -187,15 +166,8 @@ def open_transformers(name: str) -> TransformersEngine:
 
 def open_server(name: str) -> Engine:
     """A server that is launched, and stopped when the engine is closed."""
-    recipe = Recipe.model_validate(
-        {
-            "run": {"name": "server"},
-            "model": {"path": f"tiny:{name}", "dtype": "float32"},
-            "data": {"source": "task:sort"},
-            "rewards": [{"use": "exact_match"}],
-            "engine": {"kind": "server", "launch": True, "max_model_len": 640, "start_timeout": HANGS},
-        }
-    )
+    settings = {"kind": "server", "launch": True, "max_model_len": 640, "start_timeout": HANGS}
+    recipe = recipe_for(f"tiny:{name}", engine=settings)
     engine = build_engine(recipe, locate(recipe.model.path), Processes.alone(), Path(mkdtemp()), print)
     send_weights(engine, tiny_model(name), 0, Processes.alone())  # before that it is stale, and answers nothing
     return engine

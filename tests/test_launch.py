@@ -157,19 +157,19 @@ def node(tmp_path: Path, torchrun: str, number: int = 0) -> subprocess.Popen[str
     return subprocess.Popen(["bash", NODE, "--max-steps", "3"], env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def status(code: int | None) -> str:
-    return json.dumps({"state": "stopped", "exit_code": code, "pid": 1}, indent=2)
+def status(code: int | None, pid: int = 1) -> str:
+    return json.dumps({"state": "stopped", "exit_code": code, "pid": pid}, indent=2)
 
 
-def writes(tmp_path: Path, code: int | None) -> str:
+def writes(tmp_path: Path, code: int | None, pid: int = 1) -> str:
     """A torchrun whose processes end with `code`, and which itself ends with 1."""
-    return f"cat > {tmp_path}/status.json <<'END'\n{status(code)}\nEND\nexit 1"
+    return f"cat > {tmp_path}/status.json <<'END'\n{status(code, pid)}\nEND\nexit 1"
 
 
 @pytest.mark.parametrize("code", [75, 2, 70])
 def test_the_first_node_ends_with_rlgens_code(tmp_path: Path, code: int) -> None:
     assert node(tmp_path, writes(tmp_path, code)).wait(20) == code
-    assert node(tmp_path, writes(tmp_path, code).replace('"pid": 1', '"pid": 2'), number=1).wait(20) == 1
+    assert node(tmp_path, writes(tmp_path, code, pid=2), number=1).wait(20) == 1
 
 
 def test_a_code_of_an_earlier_start_is_not_taken_for_this_ones(tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ def test_a_row_of_the_table() -> None:
     (row,) = learn.rows_of(APART)
     assert row.cells == ("reverse", "grpo", "0.250", "0.850", "0.550", "+0.300 (+0.187 to +0.413)", "ahead")
     assert row.verdict.sentence == "rlgen is better than TRL by 0.3 (0.187 to 0.413)"
+    widest = {replace(of, task="arithmetic", trainer="online_dpo"): one for of, one in BEHIND.items()}
+    assert max(map(len, learn.text(learn.rows_of(widest)).splitlines())) <= 80
     assert learn.markdown([row]) == (
         "| task | trainer | before | rlgen | TRL | rlgen less TRL | rlgen |\n"
         "| --- | --- | --- | --- | --- | --- | --- |\n"
@@ -54,10 +56,7 @@ def test_a_row_of_the_table() -> None:
 def test_only_an_interval_wholly_below_0_is_behind() -> None:
     assert [row.behind for found in (APART, BEHIND, ALIKE) for row in learn.rows_of(found)] == [False, True, False]
     assert learn.rows_of(ALIKE)[0].cells[-1] == "–"
-
-
-def test_one_seed_proves_nothing() -> None:
-    (row,) = learn.rows_of(made_up(rlgen=[0.1], TRL=[0.9]))
+    (row,) = learn.rows_of(made_up(rlgen=[0.1], TRL=[0.9]))  # one seed proves nothing
     assert row.cells[-2:] == ("-0.800", "–") and not row.behind
     assert "one seed each proves little" in row.verdict.estimate.basis
 
@@ -96,13 +95,6 @@ def test_the_program_ends_with_a_failure_where_rlgen_is_behind(
     assert facts["cells"]["reverse-grpo-2-TRL"]["after"] == 0.8
     assert (tmp_path / "learn.md").read_text() == learn.markdown(learn.rows_of(ALIKE))
     assert (tmp_path / "learn.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_longest_line_of_a_table_fits_80_columns() -> None:
-    found = {
-        Cell(task="arithmetic", trainer="online_dpo", seed=of.seed, tool=of.tool, size=TINY): one for of, one in BEHIND.items()
-    }
-    assert max(map(len, learn.text(learn.rows_of(found)).splitlines())) <= 80
 
 
 def test_the_grid_has_every_cell_once_and_ends_a_seed_before_it_begins_another() -> None:
@@ -179,10 +171,7 @@ def test_a_reward_is_the_same_in_both_tools(task: str) -> None:
     theirs = for_trl(reward)(prompts=[], completions=messages, completion_ids=[], trainer_state=None, **columns)
     assert ours == theirs and [value == 1 for value in ours] == [bool(place % 3) for place in range(50)]
     assert max(len(row["answer"]) for row in rows) < TASKS[task].max_completion_tokens
-
-
-def test_half_of_what_is_right_is_worth_something() -> None:
-    # 3 of 4 places, 4 of 5, none: half of it each
+    # Half of what is right is worth something: 3 of 4 places, 4 of 5, none: half of it each.
     assert [near(text, "1259") for text in ("1259", "1249", "12590", "", "9521")] == [1.0, 0.375, 0.4, 0.0, 0.0]
 
 

@@ -31,10 +31,8 @@ def test_every_training_has_a_recipe_that_is_valid(name: str, tmp_path: Path) ->
     assert recipe.run.steps == (3 if name in ("server", "stream", "tool") else 40)
     rows = (training.folder / "rows.jsonl").read_text().splitlines()
     assert len(rows) >= recipe.run.steps * recipe.rollout.prompts_per_step
-    assert (recipe.engine.kind, recipe.rollout.stream) == {
-        "server": ("server", False),
-        "stream": ("server", True),
-    }.get(name, ("colocated", False))
+    assert recipe.engine.kind == ("server" if name in ("server", "stream") else "colocated")
+    assert recipe.rollout.stream == (name == "stream")
     assert [tool.name for tool in recipe.tools] == (["calc"] if name == "tool" else [])
 
 
@@ -68,27 +66,20 @@ def measured(sampled: Sequence[float], step: float, start: float | None, greedy:
 
 
 GOOD = [0.25, 0.5, 0.5, 0.25]
+OURS, TRL = measured(GOOD, 5.0, 20.0), measured(GOOD, 10.5, 51.0)
 
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "said"),
     [
-        (measured(GOOD, 5.0, 20.0), measured(GOOD, 10.5, 51.0), []),
-        (measured(GOOD, 5.0, None), measured(GOOD, 10.5, 51.0), []),  # resumed: its start was not timed
-        (
-            measured([0.0, 0.25, 0.5, 0.05], 5.0, 20.0),
-            measured(GOOD, 10.5, 51.0),
-            ["accuracy at temperature 1 rose by 0.100, not by 0.15"],
-        ),
-        (measured(GOOD, 5.0, 20.0, greedy=0.2), measured(GOOD, 10.5, 51.0), ["greedy accuracy fell by 0.100"]),
+        (OURS, TRL, []),
+        (measured(GOOD, 5.0, None), TRL, []),  # resumed: its start was not timed
+        (measured([0.0, 0.25, 0.5, 0.05], 5.0, 20.0), TRL, ["accuracy at temperature 1 rose by 0.100, not by 0.15"]),
+        (measured(GOOD, 5.0, 20.0, greedy=0.2), TRL, ["greedy accuracy fell by 0.100"]),
         # .25 apart in each prompt but one, where .2: mean .2375, deviation .025, t of three degrees 3.18: ± .0398
-        (
-            measured(GOOD, 5.0, 20.0),
-            measured([0.5, 0.75, 0.75, 0.45], 10.5, 51.0),
-            ["less that of TRL is -0.237 (-0.277 to -0.198)"],
-        ),
-        (measured(GOOD, 5.0, 20.0), measured(GOOD, 9.5, 51.0), ["a step: TRL takes 1.90 times as long, not 2.0"]),
-        (measured(GOOD, 5.0, 20.0), measured(GOOD, 10.5, 40.0), ["the first update: TRL takes 2.00 times as long, not 2.5"]),
+        (OURS, measured([0.5, 0.75, 0.75, 0.45], 10.5, 51.0), ["less that of TRL is -0.237 (-0.277 to -0.198)"]),
+        (OURS, measured(GOOD, 9.5, 51.0), ["a step: TRL takes 1.90 times as long, not 2.0"]),
+        (OURS, measured(GOOD, 10.5, 40.0), ["the first update: TRL takes 2.00 times as long, not 2.5"]),
     ],
 )
 def test_the_bounds(ours: Measured, theirs: Measured, said: list[str]) -> None:

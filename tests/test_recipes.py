@@ -22,7 +22,7 @@ from rlgen.data.source import load_rows
 from rlgen.models.load import load_tokenizer, locate
 from rlgen.recipe import Recipe, load_recipe
 from rlgen.recipe.data import DataRecipe
-from rlgen.recipe.evaluation import data_of, rewards_of, seed_of
+from rlgen.recipe.evaluation import data_of, eval_rewards, seed_of
 from rlgen.recipe.models import RewardRecipe
 from rlgen.rewards.score import open_scorer
 from rlgen.types import Group
@@ -162,7 +162,7 @@ def test_rows_of_the_hubs_form_are_prompts_and_are_scored(path: Path, tmp_path: 
     (tmp_path / "test.jsonl").write_text(json.dumps(held_out) + "\n")
     recipe = load_recipe(path).recipe
     assert recipe.eval is not None
-    sections = {"train": (recipe.data, recipe.rewards), "test": (data_of(recipe, recipe.eval), rewards_of(recipe, recipe.eval))}
+    sections = {"train": (recipe.data, recipe.rewards), "test": (data_of(recipe, recipe.eval), eval_rewards(recipe, recipe.eval))}
     for name, (data, rewards) in sections.items():
         local = data.model_copy(update={"source": f"{tmp_path}/{name}.jsonl"})  # `--set` would refuse it beside subset and split
         label = rewards[0].label
@@ -194,24 +194,13 @@ def test_any_right_expression_of_countdown_is_right(name: str) -> None:
     assert given == [1.0, 1.0, 0.0, float(reached), 0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("(25-3)*2", 1.0),
-        ("2*(25-3)", 1.0),
-        ("25*2-3*2", 0.0),
-        ("44", 0.0),
-        ("__import__('os')", 0.0),
-        ("(25-3)*2.0", 0.0),
-        ("2**25**3", 0.0),
-        ("(" * 5000, 0.0),
-    ],
-)
-def test_countdown_takes_each_number_once_and_runs_nothing(text: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_countdown_takes_each_number_once_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "recipes"))
     from countdown import reaches  # type: ignore[import-not-found]
 
-    assert reaches(text, [3, 25, 2], 44) == value
+    right = ["(25-3)*2", "2*(25-3)"]
+    wrong = ["25*2-3*2", "44", "__import__('os')", "(25-3)*2.0", "2**25**3", "(" * 5000]
+    assert [reaches(text, [3, 25, 2], 44) for text in (*right, *wrong)] == [1.0] * 2 + [0.0] * 6
 
 
 def test_a_summary_resembles_another_by_its_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,13 +62,13 @@ def test_joined_rows_are_those_of_the_parts() -> None:
     whole = Samples.of(rows())
     joined = Samples.join([whole.take([0, 1]), whole.take([]), whole.take([2, 3])])
     assert all(same(joined[place], row) for place, row in enumerate(rows()))
-    assert np.array_equal(joined.spans, whole.spans)
+    assert joined.spans == whole.spans
 
 
 def test_masks_counts_and_versions_follow_from_spans() -> None:
     columns = Samples.of(rows())
-    assert columns.loss_mask[1].tolist() == columns.mask_of(1).tolist() == [True, True, False, False, True]
-    assert [columns.mask_of(place).tolist() for place in range(4)] == [mask.tolist() for mask in columns.loss_mask]
+    assert columns.loss_mask[1].tolist() == columns[1].loss_mask.tolist() == [True, True, False, False, True]
+    assert [row.loss_mask.tolist() for row in columns] == [mask.tolist() for mask in columns.loss_mask]
     assert columns.sampled_tokens.tolist() == [3, 3, 0, 3]
     assert columns.weight_version.tolist() == [0, 3, -1, 0]
     assert columns.lengths.tolist() == [5, 6, 5, 5]

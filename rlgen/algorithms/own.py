@@ -31,7 +31,7 @@ from rlgen.losses.correction import Correction
 from rlgen.losses.inputs import LossInputs, Stats, Totals
 from rlgen.recipe.trainers import OwnRecipe
 from rlgen.worker_pool.failures import described, user_line
-from rlgen.worker_pool.find import find
+from rlgen.worker_pool.find import find_function
 from rlgen.worker_pool.source import Trade
 
 ALGORITHM = Trade("trainer.use", "algorithm", CodeError)
@@ -60,7 +60,7 @@ class OwnAlgorithm:
     @classmethod
     def load(cls, recipe: OwnRecipe) -> "OwnAlgorithm":
         """Imports the class, calls it with `recipe`, and tries its loss."""
-        made, sha256 = find(recipe.use, ALGORITHM)
+        made, sha256 = find_function(recipe.use, ALGORITHM)
         algorithm = called(recipe.use, "it", lambda: made(recipe))
         if missing := [name for name in MEMBERS if not hasattr(algorithm, name)]:
             hint = "derive the class from rlgen.algorithms.base.PolicyGradient, which has all but advantages, loss and divides_by"

@@ -63,11 +63,11 @@ def verdict_on(rule: Rule, rows: Rows, broken: Sequence[int]) -> RuleVerdict:
     return RuleVerdict(
         name=rule.name,
         state=state,
-        what=rule.what,
-        bound=f"{rule.side} {rule.threshold:g} for {rule.steps} step{'' if rule.steps == 1 else 's'}",
+        what=rule.sign.what,
+        bound=f"{rule.sign.side} {rule.threshold:g} for {rule.steps} step{'' if rule.steps == 1 else 's'}",
         last=measured[-1] if measured else None,
         steps=broken,
-        remedy=rule.remedy,
+        remedy=rule.sign.remedy,
     )
 
 

@@ -83,12 +83,12 @@ def examine(recipe: Recipe, logs: Path, say: Say, as_json: bool, store: bool, pr
 def climbed(recipe: Recipe, logs: Path, say: Say, processes: "Processes") -> "tuple[Mapping[str, str], list[Rung]]":
     """Opens trainer and engine as a run does, and prints the result of each check. Returns the versions and the results."""
     from rlgen.run.manifest import check_model_files
-    from rlgen.sentinel.ladder import climb
+    from rlgen.sentinel.rungs import climb
     from rlgen.setup.data import open_data
     from rlgen.setup.pair import open_pair
     from rlgen.setup.probe import probe_of, toy_gradient
 
-    processes.patiently(lambda: check_model_files(Path(recipe.model.path)))
+    processes.on_main(lambda: check_model_files(Path(recipe.model.path)), keepalive=True)
     data = processes.main_first(lambda: open_data(recipe))
     recipe = data.recipe
     for notice in (*data.notices, *(f"warning: {warning}" for warning in data.warnings)):

@@ -15,7 +15,7 @@ from rlgen.recipe.trainers import PolicyRecipe
 from rlgen.run.console import Terminal
 
 if TYPE_CHECKING:
-    from rlgen.models.memory import Counts, Parts, Plan
+    from rlgen.models.memory import Counts, MemoryPlan, Parts
 
 GIB = 1 << 30
 NO_CACHE: dict[str, Any] = {"cache_gib": None, "share": None, "tensor_parallel": 1}  # for an engine that uses no share of a GPU
@@ -84,16 +84,16 @@ def memory_report(recipe: Recipe, device: int | None) -> dict[str, Any]:
     }
 
 
-def plan_of(recipe: Recipe, device: int | None) -> "Plan":
+def plan_of(recipe: Recipe, device: int | None) -> "MemoryPlan":
     import torch
 
     from rlgen.algorithms.registry import build_algorithm
-    from rlgen.models.memory import ADAMW, ADAMW_8BIT, Plan
+    from rlgen.models.memory import ADAMW, ADAMW_8BIT, MemoryPlan
 
     engine = recipe.engine
     processes = recipe.processes.count or int(os.environ.get("WORLD_SIZE", "1"))  # without a number in the recipe, the launcher's
     rows, length = micro_batch(recipe, -(-recipe.samples_per_step // processes), device)
-    return Plan(
+    return MemoryPlan(
         rows=rows,
         length=length,
         trainer_bytes=getattr(torch, recipe.model.dtype).itemsize,
@@ -134,7 +134,7 @@ def micro_batch(recipe: Recipe, samples: int, device: int | None) -> tuple[int, 
 
 
 def cache_of(engine: EngineRecipe, device: int | None) -> "dict[str, Any]":
-    """Returns the fields of `Plan` about an engine's share of a GPU."""
+    """Returns the fields of `MemoryPlan` about an engine's share of a GPU."""
     from rlgen.engines.vllm_compat import GPU_SHARE
 
     if not isinstance(engine, VllmRecipe):

@@ -217,10 +217,10 @@ def adapted_and_merged(checkpoint: Path, device: Any) -> tuple[Any, Any]:
     from peft import LoraConfig
 
     from rlgen.models.load import load_model
-    from rlgen.models.lora import facts_of, inject, load_adapter
+    from rlgen.models.lora import adapter_metadata, inject, load_adapter
     from rlgen.models.weights import base_digest, checkpoint_tensors, model_tensors, own_tensors
 
-    config, facts = LoraConfig.from_pretrained(str(checkpoint)), facts_of(checkpoint)
+    config, facts = LoraConfig.from_pretrained(str(checkpoint)), adapter_metadata(checkpoint)
     location, revision = str(config.base_model_name_or_path), config.revision
     held = getattr(torch, facts["base_dtype"])
     policy = load_model(location, revision, held, "sdpa", device, facts["quantization"] or None)
@@ -259,8 +259,7 @@ def log_probs(model: Any, ids: Any) -> Any:
 
 def checked_gap(what: str, expected: Any, found: Any) -> Any:
     """Returns the gap between two tensors of log-probs. Raises CheckpointError if it is beyond rounding in float32."""
-    from rlgen.sentinel.bounds import Bounds
-    from rlgen.sentinel.gap import Gap
+    from rlgen.sentinel.bounds import Bounds, Gap
 
     gap, bounds = Gap.of(expected - found), Bounds(max_delta=1e-4)
     if not bounds.hold(gap):

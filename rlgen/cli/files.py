@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rlgen.errors import DataError, Problem, RecipeError, RewardError, ToolError
 from rlgen.recipe import LoadedRecipe, Recipe
 from rlgen.recipe.data import TASK_COLUMNS
-from rlgen.recipe.evaluation import data_of, rewards_of
+from rlgen.recipe.evaluation import data_of, eval_rewards
 from rlgen.recipe.judges import MODEL_REWARDS, JudgeArgs, RewardModelArgs, settings_of
 from rlgen.recipe.models import BUILT_IN_REWARDS, SEED_COLUMN
 from rlgen.recipe.paths import like
@@ -52,7 +52,7 @@ def of_evaluation(loaded: LoadedRecipe) -> LoadedRecipe | None:
         origins[f"data.{key}"] = loaded.origins[f"data.{key}"] if own == "default" else own
     if held.rewards is not None:
         origins |= {name.removeprefix("eval."): at for name, at in loaded.origins.items() if name.startswith("eval.rewards.")}
-    changes = {"data": data_of(recipe, held), "rewards": rewards_of(recipe, held)}
+    changes = {"data": data_of(recipe, held), "rewards": eval_rewards(recipe, held)}
     return replace(loaded, recipe=recipe.model_copy(update=changes), origins=origins)
 
 

@@ -16,7 +16,7 @@ from rlgen.errors import DataError, RewardError
 from rlgen.recipe import Recipe, load_recipe
 from rlgen.recipe.data import DataRecipe
 from rlgen.rewards.resolve import RewardFunction
-from rlgen.rewards.score import Ask, Scorer, open_scorer, place
+from rlgen.rewards.score import Ask, Scorer, call_name, open_scorer
 from rlgen.types import Group, Prompt, Sample, ids_of, logp_of, one_span
 from rlgen.worker_pool.failures import Failed
 from rlgen.worker_pool.worker import WorkerCall
@@ -148,12 +148,12 @@ def tried(scorer: Scorer, groups: Sequence[Group]) -> dict[tuple[str, str], Resu
         for outcome in outcomes:
             ask = asks[outcome.id]
             result = outcome.value
-            for place_of, sample in enumerate(ask.samples):
+            for place, sample in enumerate(ask.samples):
                 row = table[ask.reward.label, KINDS[sample.sample_index]]
                 row.seconds.append(outcome.seconds)
                 if isinstance(result, Failed):
-                    row.failed.append(f"{place(ask)}: {result.message}")
-                elif (value := result[place_of]) is None:
+                    row.failed.append(f"{call_name(ask)}: {result.message}")
+                elif (value := result[place]) is None:
                     row.not_applicable += 1
                 else:
                     row.values.append(value)

@@ -31,7 +31,7 @@ def train_command(
     began, launch = time.monotonic(), Launch.of(os.environ)
 
     def say(text: str) -> None:
-        if launch.rank == 0:
+        if launch.rank == 0 and not launch.in_cluster:
             echo(text, err=progress == "json")
 
     if not dry_run:

@@ -26,8 +26,6 @@ class Placeholder:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """An image as its file has it."""
-
     data: bytes
     sha256: str
     path: str | None  # None: the data set holds the bytes themselves
@@ -50,7 +48,6 @@ def encoded(value: Any, rows: Rows, where: str) -> list[Encoded]:
 
 
 def one(value: Any, rows: Rows, where: str) -> Encoded:
-    """Returns a single image, as `encoded` does."""
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, str) and value.startswith(URI):

@@ -46,7 +46,6 @@ class PromptStream:
     shuffle: bool
 
     def __len__(self) -> int:
-        """Returns the number of prompts of an epoch."""
         return len(self.table)
 
     def digest(self) -> str:
@@ -91,11 +90,9 @@ class PromptStream:
         return tuple(Image(data=image.data, **one) for one, image in zip(placed, images, strict=True))
 
     def at(self, position: int) -> Prompt:
-        """Returns the prompt at a position."""
         return self.take(position, 1)[0]
 
     def place(self, position: int) -> int:
-        """Returns the table row of the prompt at a position."""
         epoch, place = divmod(position, len(self))
         return order(self.seed, epoch, len(self))[place] if self.shuffle else place
 

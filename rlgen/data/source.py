@@ -1,13 +1,16 @@
 """Reads `data.source` to rows: a built-in task, local files or a data set of the hub. Code of a data set is never run.
 
 Rows of files stay on disk: Parquet and hub data are Arrow tables of `datasets`. Rows of JSON and CSV files are kept as JSON
-texts, because one of their columns may hold values of several types, and are parsed when they are requested.
+texts, because one of their columns may hold values of several types, and are parsed when they are requested. Every value stays
+as the file has it; the loaders of `datasets` would guess types: the text "2024-01-01" becomes a date, the answer "07" a number,
+and the answer "NA" a missing value.
 """
 
+import csv
 import glob
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
@@ -19,7 +22,6 @@ import datasets
 import pyarrow
 
 from rlgen.data.cache import BATCH, Write, cached, key_of
-from rlgen.data.readers import TEXT_READERS
 from rlgen.data.tasks import Row, generate
 from rlgen.errors import DataError, SetupError
 from rlgen.recipe.data import TASKS, DataRecipe
@@ -90,6 +92,71 @@ class TextRows(Sequence[Row]):
         return {name: row.get(name) for name in self.columns}
 
 
+def read_lines(path: Path) -> Iterator[Row]:
+    """Reads the objects of a JSON Lines file; skips empty lines. Raises DataError."""
+    for number, line in enumerate(text_lines(path), 1):
+        if line.strip():
+            yield parse_row(line, path, number)
+
+
+def read_json(path: Path) -> Iterator[Row]:
+    """Reads the objects of a JSON array, or of JSON Lines in a file named .json. Raises DataError."""
+    if not next((line for line in text_lines(path) if line.strip()), "").lstrip().startswith("["):
+        yield from read_lines(path)
+        return
+    try:
+        rows = json.loads("".join(text_lines(path)))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"data.source: {path}: not JSON: {error}") from error
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise DataError(f"data.source: {path}: element {number} is not an object of columns")
+        yield row
+
+
+def read_csv(path: Path) -> Iterator[Row]:
+    """Reads the records of a CSV file whose first line has the column names; every value is text. Raises DataError."""
+    lines = csv.DictReader(text_lines(path), strict=True)
+    try:
+        for row in lines:
+            if None in row or None in row.values():
+                raise DataError(
+                    f"data.source: {path}:{lines.line_num}: the record does not have {len(lines.fieldnames or ())} "
+                    "values, one for each column; put values with a comma in double quotes"
+                )
+            yield row
+    except csv.Error as error:
+        raise DataError(f"data.source: {path}:{lines.line_num}: not CSV: {error}") from error
+
+
+def text_lines(path: Path) -> Iterator[str]:
+    """Reads the lines of a UTF-8 file, with or without a byte order mark, one at a time. Raises DataError."""
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            yield from file
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"data.source: {path} cannot be read as text in UTF-8: {error}") from error
+
+
+def parse_row(line: str, path: Path, number: int) -> Row:
+    """Parses one line of JSON Lines to an object. Raises DataError."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:  # ValueError also for a number with more digits than Python converts
+        raise DataError(f"data.source: {path}:{number}: the line is not JSON: {error}") from error
+    if not isinstance(row, dict):
+        hint = "; an array of rows is a file that ends in .json" if isinstance(row, list) else ""
+        raise DataError(f"data.source: {path}:{number}: the line is not an object of columns: {line[:60]}{hint}")
+    return row
+
+
+TEXT_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": read_lines,
+    ".json": read_json,
+    ".csv": read_csv,
+}
+
+
 def load_rows(data: DataRecipe, seed: int) -> Rows:
     """Reads the data set that `data` names; checks that it has rows, and the columns that `data` names.
 
@@ -133,7 +200,6 @@ def undecoded(table: datasets.Dataset, column: str) -> datasets.Dataset:
 
 
 def task_rows(data: DataRecipe, seed: int) -> Rows:
-    """Generates the rows of `task:NAME`."""
     name = data.source.removeprefix("task:")
     rows = generate(name, TASKS[name].model_validate(data.options), seed)[: data.limit]
     digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
@@ -267,5 +333,4 @@ def cached_rows(rows: Rows, revision: str | None) -> str | None:
 
 
 def head(table: datasets.Dataset, limit: int | None) -> datasets.Dataset:
-    """Returns the first `limit` rows; all of them if it is None."""
     return table if limit is None else table.select(range(min(limit, len(table))))

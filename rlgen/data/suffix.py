@@ -11,7 +11,8 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 from tokenizers import Tokenizer
@@ -47,62 +48,43 @@ class Between:
     own: bool  # a turn ends with it; False: what follows a turn begins with it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Suffixes:
-    """The ids between turns, of one chat template."""
+    """The ids between turns, of one chat template.
 
-    tokenizer: PreTrainedTokenizerBase
-    core: Tokenizer  # a copy of the tokenizer's own, for other threads
-    plain: Tokenizer  # one that knows no special tokens, for the text of tools
-    data: DataRecipe
-    tools: tuple[dict[str, Any], ...]
-    ends: Mapping[int, str]  # stop ids, with their texts
-    special: Mapping[int, str]  # all ids that a text can stand for, by the names of tokens
-    role: Literal["tool", "user"]  # of the messages that answer
-    kinds: tuple[str, ...]  # of turns that are answered, the usual one first
-    who: str  # answers, in the words of messages
-    verbatim: bool = True  # the template shows answers as they are
-    _known: dict[tuple[str, ...], Between] = field(default_factory=dict)
-    _specials: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    Args:
+        tools: schemas; (): an environment answers, and no turn calls anything.
+        role: of the messages that answer.
 
-    @classmethod
-    def open(
-        cls,
+    Raises:
+        SetupError: the template changes a turn once an answer follows it, or does not show what tools answer; or the tokenizer is
+            not a fast one.
+    """
+
+    def __init__(
+        self,
         tokenizer: PreTrainedTokenizerBase,
         data: DataRecipe,
         tools: Sequence[dict[str, Any]],
         stop_ids: Sequence[int],
         role: Literal["tool", "user"] = "tool",
-    ) -> "Suffixes":
-        """Probes the chat template with several kinds of turns.
-
-        Args:
-            tools: schemas; (): an environment answers, and no turn calls anything.
-            role: of the messages that answer.
-
-        Raises:
-            SetupError: the template changes a turn once an answer follows it, or does not show what tools answer; or the
-                tokenizer is not a fast one.
-        """
+    ) -> None:
+        self.section, self.who = ("tools", "a tool") if tools else ("environment", "the environment")
         if not tokenizer.is_fast:
-            section = "tools" if tools else "environment"
-            raise SetupError(f"{section}: {type(tokenizer).__name__} has no fast form, which replies need; take another model")
-        text = json.loads(tokenizer.backend_tokenizer.to_str())
-        text |= {"truncation": None, "padding": None}
-        made = cls(
-            tokenizer=tokenizer,
-            core=Tokenizer.from_str(json.dumps(text)),
-            plain=Tokenizer.from_str(json.dumps({**text, "added_tokens": [], "post_processor": None})),
-            data=data,
-            tools=tuple(tools),
-            role=role,
-            kinds=KINDS if tools else KINDS[1:],
-            who="a tool" if tools else "the environment",
-            ends={one: tokenizer.convert_ids_to_tokens(one) for one in stop_ids},
-            special={one: token.content for one, token in tokenizer.added_tokens_decoder.items()},
-        )
-        made._check()
-        return replace(made, verbatim=made._shown((made._name(),), 0, ODD) == ODD)
+            what = f"{type(tokenizer).__name__} has no fast form, which replies need"
+            raise SetupError(f"{self.section}: {what}; take another model")
+        self.tokenizer, self.data, self.tools, self.role = tokenizer, data, list(tools), role
+        self.kinds = KINDS if tools else KINDS[1:]  # of turns that are answered, the usual one first
+        self.name = str(tools[0]["function"]["name"]) if tools else "environment"  # of what answers a turn that stands for others
+        text = json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
+        self.core = Tokenizer.from_str(json.dumps(text))  # a copy of the tokenizer's own, for other threads
+        # One that knows no special tokens, for the text of tools.
+        self.plain = Tokenizer.from_str(json.dumps({**text, "added_tokens": [], "post_processor": None}))
+        self.ends = {one: tokenizer.convert_ids_to_tokens(one) for one in stop_ids}
+        self.special = {one: token.content for one, token in tokenizer.added_tokens_decoder.items()}  # ids that stand for texts
+        self._between = cache(self._probed)
+        self._expected = cache(lambda text: self.special_of(self.encode(text)))  # special ids of a suffix whose answers have none
+        self._check()
+        self.verbatim = self._shown((self.name,), 0, ODD) == ODD  # the template shows answers as they are
 
     def digest(self, *others: str) -> str:
         """Returns the digest of the chat template, and of what decides replies besides."""
@@ -112,7 +94,7 @@ class Suffixes:
     @property
     def opens_thinking(self) -> bool:
         """Returns whether the template begins a turn of the model with <think>."""
-        return self._between((self._name(),)).pieces[-1].rstrip().endswith("<think>")
+        return self._between((self.name,), self.kinds[0]).pieces[-1].rstrip().endswith("<think>")
 
     @property
     def shows_tools(self) -> bool:
@@ -127,7 +109,7 @@ class Suffixes:
             answers: what they answer; it is tokenised as plain text, whatever it holds.
             stop_id: the sampled id that ended the turn.
         """
-        between = self._between(tuple(names))
+        between = self._between(tuple(names), self.kinds[0])
         shown = [answer if self.verbatim else self._shown(tuple(names), place, answer) for place, answer in enumerate(answers)]
         front = self.ends[stop_id]
         pieces = [front + ("" if between.own or front == between.end else between.end) + between.pieces[0], *between.pieces[1:]]
@@ -181,48 +163,34 @@ class Suffixes:
         """Returns those ids that stand for whole texts: special tokens, and marks such as <tool_call>."""
         return tuple(one for one in ids if one in self.special)
 
-    def _expected(self, text: str) -> tuple[int, ...]:
-        """Returns the special ids of a suffix whose answers have none."""
-        if text not in self._specials:
-            self._specials[text] = self.special_of(self.encode(text))
-        return self._specials[text]
-
-    def _name(self) -> str:
-        """Returns the name of the first tool, or what an environment is called in its place."""
-        return str(self.tools[0]["function"]["name"]) if self.tools else "environment"
-
     def _render(self, messages: list[dict[str, Any]], ongoing: bool, with_tools: bool = True) -> str:
         """Returns the text of a conversation. Raises Refused if the template raises anything."""
         try:
-            tools, settings = list(self.tools) if with_tools else None, {"tokenize": False, **self.data.template_args}
+            tools, settings = self.tools if with_tools else None, {"tokenize": False, **self.data.template_args}
             return str(self.tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=ongoing, **settings))
         except Exception as error:  # a template is a program and may raise anything
             raise Refused(f"{type(error).__name__}: {error}") from error
 
     def _told(self, names: Sequence[str], answers: Sequence[str]) -> list[dict[str, Any]]:
-        """Returns the messages that answer a turn."""
         if self.role == "tool":
             return told(names, answers)
         return [{"role": self.role, "content": answer} for answer in answers]
 
-    def _whole(self, names: Sequence[str], answers: Sequence[str], kind: str = "", ongoing: bool = True) -> str:
-        """Returns the text of a question, a turn of a kind, and answers. Some templates accept arguments only as text, and
-        some at most one call in a turn.
+    def _whole(self, names: Sequence[str], answers: Sequence[str], kind: str, ongoing: bool = True, rounds: int = 1) -> str:
+        """Returns the text of a question, and so many times of a turn of a kind and answers. Some templates accept arguments only
+        as text, and some at most one call in a turn.
         """
         tried: list[Refused] = []
         for calls, as_text in itertools.product((names, names[:1]), (False, True)):
-            said = turn(calls, kind or self.kinds[0], as_text)
+            said = turn(calls, kind, as_text)
             try:
-                return self._render([ASKED, said, *self._told(names, answers)], ongoing)
+                return self._render([ASKED, *[said, *self._told(names, answers)] * rounds], ongoing)
             except Refused as error:
                 tried.append(error)
         raise tried[0]
 
-    def _between(self, names: tuple[str, ...], kind: str = "") -> Between:
+    def _probed(self, names: tuple[str, ...], kind: str) -> Between:
         """Returns what stands around the answers of these tools. Raises Refused where the template does not show it."""
-        usual = kind in ("", self.kinds[0])
-        if usual and names in self._known:
-            return self._known[names]
         holes = holes_of(names)
         text = self._whole(names, holes, kind)
         places = [text.find(hole) for hole in holes]
@@ -233,35 +201,32 @@ class Suffixes:
         if said < 0 or not stops:
             raise Refused(f"no stop token ({', '.join(self.ends.values())}) stands between a turn and what {self.who} answers")
         at, _, end = min(stops)
-        pieces = re.split("|".join(holes), text[at + len(end) :])
         alone = self._whole(names, [], kind, ongoing=False)
-        found = Between(tuple(pieces), end, own=alone.find(end, max(0, end_of_turn(alone))) >= 0)
-        if usual:
-            self._known[names] = found
-        return found
+        own = alone.find(end, max(0, end_of_turn(alone))) >= 0
+        return Between(tuple(re.split("|".join(holes), text[at + len(end) :])), end, own)
 
     def _shown(self, names: tuple[str, ...], place: int, answer: str) -> str:
         """Returns an answer as the template shows it, escaped or trimmed; the answer itself if the text cannot be found."""
         holes = holes_of(names)
-        before, _, after = self._whole(names, holes).partition(holes[place])
-        text = self._whole(names, [*holes[:place], answer, *holes[place + 1 :]])
+        before, _, after = self._whole(names, holes, self.kinds[0]).partition(holes[place])
+        text = self._whole(names, [*holes[:place], answer, *holes[place + 1 :]], self.kinds[0])
         whole = text.startswith(before) and text.endswith(after) and len(text) >= len(before) + len(after)
         return text[len(before) : len(text) - len(after)] if whole else answer
 
     def _check(self) -> None:
         """Raises SetupError if the template changes earlier turns as a conversation goes on."""
-        names = (self._name(),)
-        section, those = ("tools", "tools") if self.tools else ("environment", "an environment")
-        where = f"{section}: the chat template of {self.data.chat_template or self.tokenizer.name_or_path}"
+        names = (self.name,)
+        where = f"{self.section}: the chat template of {self.data.chat_template or self.tokenizer.name_or_path}"
         try:
-            usual = self._between(names)
+            usual = self._between(names, self.kinds[0])
         except Refused as error:
+            those = "tools" if self.tools else "an environment"
             raise SetupError(f"{where} cannot be used with {those}: {error}; {REMEDY}") from error
         for kind in self.kinds:
             try:
                 found = self._between(names, kind)
                 whole = self._whole(names, holes_of(names), kind)
-                longer = self._render([ASKED, *self._round(names, kind, 0), *self._round(names, kind, 1)], True)
+                longer = self._whole(names, holes_of(names), kind, rounds=2)
                 alone = self._whole(names, [], kind, ongoing=False)
             except Refused:
                 continue  # it takes no such turn
@@ -271,16 +236,6 @@ class Suffixes:
                 self._same_start(where, alone, later, kind, when)
             if kind.endswith("text") and SAID in whole and THOUGHT not in whole:
                 raise SetupError(f"{where} leaves out the thinking of the model, but the sampled ids have it; {REMEDY}")
-
-    def _round(self, names: tuple[str, ...], kind: str, number: int) -> list[dict[str, Any]]:
-        """Returns a turn and an answer."""
-        for as_text in (False, True):
-            try:
-                self._render([ASKED, turn(names, kind, as_text)], False)
-            except Refused:
-                continue
-            break
-        return [turn(names, kind, as_text), *self._told(names, [f"{HOLE}{number}"])]
 
     def _same_start(self, where: str, alone: str, later: str, kind: str, when: str) -> None:
         """Raises SetupError if `later` does not begin with the turn of `alone`. An empty block of thinking may come and go."""
@@ -295,7 +250,6 @@ class Suffixes:
 
 
 def woven(pieces: Sequence[str], answers: Sequence[str]) -> str:
-    """Returns the text of pieces with answers between them."""
     return "".join(part for pair in zip(pieces, [*answers, ""], strict=True) for part in pair)
 
 
@@ -321,7 +275,6 @@ def calls_of(calls: Mapping[int, tuple[str, Mapping[str, Any]]], as_text: bool =
 
 
 def told(names: Sequence[str], answers: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns the messages of tools."""
     return [
         {"role": "tool", "name": names[place], "tool_call_id": identifier(place), "content": answer}
         for place, answer in enumerate(answers)

@@ -25,7 +25,7 @@ from rlgen.engines.transfer import FileTransfer
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.errors import EngineError, SetupError, UsageError
 from rlgen.models.load import load_config, load_model, load_tokenizer
-from rlgen.models.memory_errors import memory_for, what_helps
+from rlgen.models.memory_errors import memory_advice, memory_for
 from rlgen.models.vision import Vision, reads_images
 from rlgen.out_of_memory import GIB
 from rlgen.processes import EngineShare, Processes, cores
@@ -61,7 +61,7 @@ def build_engine(recipe: Recipe, location: str, processes: Processes, logs: Path
     if not isinstance(settings, TransformersEngineRecipe):
         assert_never(settings)  # mypy: an engine of the recipe that nothing opens
     dtype = getattr(torch, settings.dtype or recipe.model.dtype)
-    with memory_for("the engine's start", what_helps(recipe, "load"), EngineError):
+    with memory_for("the engine's start", memory_advice(recipe, "load"), EngineError):
         model = load_model(location, recipe.model.revision, dtype, recipe.model.attention, processes.device)
     vision = Vision.open(location, recipe.model.revision, model.config) if reads_images(model.config) else None
     return TransformersEngine(

@@ -48,7 +48,7 @@ class SharedServerPool:
             fleet = self._fleet = open_fleet()
             return fleet.servers, fleet.facts, fleet.held, fleet.in_flight, fleet.merges
 
-        servers, self.facts, self.held, self.in_flight, self.merges = processes.patiently(start)
+        servers, self.facts, self.held, self.in_flight, self.merges = processes.on_main(start, keepalive=True)
         self._store = dist.PrefixStore(f"servers/{self.held.run}", processes.store)
         turn = processes.rank % len(servers)  # spreads processes with few requests over the servers
         self.servers = servers[turn:] + servers[:turn]
@@ -153,7 +153,7 @@ class SharedServerPool:
         if fleet is None:
             for _ in weights:
                 pass
-        sent = self._processes.patiently(send)
+        sent = self._processes.on_main(send, keepalive=True)
         assert sent is not None  # the main process has a fleet
         receipt, self.held = sent
         return receipt

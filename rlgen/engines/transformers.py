@@ -15,7 +15,7 @@ from rlgen.errors import EngineError, SetupError
 from rlgen.losses.logp import head_dtype, log_softmax
 from rlgen.models.decoder import decoder_of
 from rlgen.models.memory_errors import memory_for
-from rlgen.models.policy import Head
+from rlgen.models.policy import LmHead
 from rlgen.models.vision import Vision
 from rlgen.models.weights import model_tensors, own_tensors
 from rlgen.out_of_memory import is_out_of_memory, one_line
@@ -47,7 +47,7 @@ class TransformersEngine:
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self._model = model.requires_grad_(False)
-        self._head = Head.of(model)
+        self._head = LmHead.of(model)
         self._fp32_head = fp32_head
         self._max_num_seqs = max_num_seqs
         self._vision = vision

@@ -57,18 +57,19 @@ def locate(path: str) -> str:
 
 def load_tokenizer(location: str, revision: str | None) -> PreTrainedTokenizerBase:
     """Loads the tokenizer. Raises SetupError if there is none or it cannot be loaded."""
-    try:
-        return AutoTokenizer.from_pretrained(location, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise SetupError(why(location, revision, "a tokenizer", error)) from error
+    return from_files(AutoTokenizer, "tokenizer", location, revision)
 
 
 def load_config(location: str, revision: str | None) -> PreTrainedConfig:
     """Loads the config. Raises SetupError if there is none, or if it needs the repository's own code."""
+    return from_files(AutoConfig, "config", location, revision)
+
+
+def from_files(kind: Any, what: str, location: str, revision: str | None) -> Any:
     try:
-        return AutoConfig.from_pretrained(location, revision=revision, trust_remote_code=False)
+        return kind.from_pretrained(location, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise SetupError(why(location, revision, "a config", error)) from error
+        raise SetupError(why(location, revision, what, error)) from error
 
 
 def why(location: str, revision: str | None, what: str, error: Exception) -> str:
@@ -81,9 +82,9 @@ def why(location: str, revision: str | None, what: str, error: Exception) -> str
             " architecture transformers has built in"
         )
     if location.startswith("/"):
-        return f"model.path: {named} holds no {what.removeprefix('a ')} that can be loaded: {said[:500]}"
+        return f"model.path: {named} holds no {what} that can be loaded: {said[:500]}"
     return (
-        f"model.path: the hub did not provide the {what.removeprefix('a ')} of {named}: {bottom(error)}. Check name, revision and"
+        f"model.path: the hub did not provide the {what} of {named}: {bottom(error)}. Check name, revision and"
         " network; for a gated model accept its terms and log in with `hf auth login`"
     )
 

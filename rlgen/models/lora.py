@@ -8,7 +8,7 @@ import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rlgen.errors import CheckpointError, SetupError
+from rlgen.models.half import Place, replaced
 from rlgen.models.parts import whole
 
 if TYPE_CHECKING:
@@ -37,9 +38,6 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 # The prefix of each name in peft's files, which come from a model wrapped in two of peft's classes.
 PREFIX = "base_model.model."
 PACKED = {"Params4bit": "nf4", "Int8Params": "int8"}  # classes of bitsandbytes
-
-
-# --- putting it in -----------------------------------------------------------------------------------------------------------
 
 
 def add_adapter(model: PreTrainedModel, recipe: "LoraRecipe", seed: int, revision: str | None = None) -> None:
@@ -68,8 +66,7 @@ def add_adapter(model: PreTrainedModel, recipe: "LoraRecipe", seed: int, revisio
         for layer in adapted_layers(model).values():
             first, second = factors(layer)
             # As peft does by default: A is initialised as a linear layer, B with zeros.
-            values = nn.init.kaiming_uniform_(torch.empty(first.shape), a=math.sqrt(5), generator=generator)
-            first.copy_(values)
+            first.copy_(nn.init.kaiming_uniform_(torch.empty(first.shape), a=math.sqrt(5), generator=generator))
             second.zero_()
 
 
@@ -96,25 +93,17 @@ def inject(model: PreTrainedModel, config: LoraConfig) -> None:
             factor.requires_grad_(True)
 
 
-@contextmanager
-def as_if_whole(model: PreTrainedModel) -> Iterator[None]:
+def as_if_whole(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Replaces sharded weights inside the block by tensors of the whole shape, which take no memory: peft would make adapters for
     the shards.
     """
-    sharded = [
-        (module, name, parameter)
-        for module in model.modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if isinstance(parameter, DTensor)
-    ]
-    try:
-        for module, name, parameter in sharded:
-            empty = torch.empty(1, dtype=parameter.dtype, device=parameter.device)
-            module._parameters[name] = nn.Parameter(empty.expand(parameter.shape), requires_grad=False)
-        yield
-    finally:
-        for module, name, parameter in sharded:
-            module._parameters[name] = parameter
+
+    def empty(_: Place, shard: Tensor) -> Tensor:
+        one = torch.empty(1, dtype=shard.dtype, device=shard.device)
+        return nn.Parameter(one.expand(shard.shape), requires_grad=False)
+
+    places = [(module, name) for module in model.modules() for name in module._parameters]
+    return replaced([place for place in places if isinstance(place[0]._parameters[place[1]], DTensor)], empty)
 
 
 def targets(model: PreTrainedModel, chosen: str | Sequence[str]) -> list[str]:
@@ -175,9 +164,6 @@ def packed_experts(model: PreTrainedModel) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
 
 
-# --- what is in it -----------------------------------------------------------------------------------------------------------
-
-
 def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
     """Returns the adapted layers by the name that their weight has in the base model.
 
@@ -188,7 +174,7 @@ def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
 
 def is_adapted(model: nn.Module) -> bool:
     """Returns whether the model has an adapter."""
-    return any(isinstance(module, LoraLayer) for module in model.modules())
+    return bool(adapted_layers(model))
 
 
 def factors(layer: LoraLayer) -> tuple[nn.Parameter, nn.Parameter]:
@@ -248,7 +234,7 @@ def is_packed(weight: object) -> bool:
     return type(weight).__name__ in PACKED
 
 
-def packing(model: nn.Module) -> str | None:
+def quantization_of(model: nn.Module) -> str | None:
     """Returns the `model.quantization` that `model` was loaded with, or None."""
     return next((PACKED[type(weight).__name__] for weight in model.parameters() if is_packed(weight)), None)
 
@@ -283,12 +269,9 @@ def describe(model: PreTrainedModel) -> str:
     all_of_them = sum(parameter.numel() for parameter in model.parameters())
     text = f"rank {rank} in {len(layers)} linear layers, {trained:,} of {all_of_them:,} parameters are trained"
     others = [name for name in linear_layers(model) if not in_adapter(f"{name}.") and not name.endswith(".base_layer")]
-    left_out = [f"{len(others)} linear layers"] if others else []
-    left_out += [f"{len(experts)} packed tensors of experts"] if (experts := packed_experts(model)) else []
-    return f"{text}; not adapted: {', '.join(left_out)}" if left_out else text
-
-
-# --- files -------------------------------------------------------------------------------------------------------------------
+    counts = {"linear layers": len(others), "packed tensors of experts": len(packed_experts(model))}
+    left_out = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    return f"{text}; not adapted: {left_out}" if left_out else text
 
 
 def save_adapter(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: Path, base: str) -> None:
@@ -300,7 +283,7 @@ def save_adapter(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: 
     """
     tensors = {file_name(name): tensor.contiguous() for name, tensor in weights.items()}
     dtype = str(model.dtype).removeprefix("torch.")
-    facts = {"format": "pt", "base_sha256": base, "base_dtype": dtype, "quantization": packing(model) or ""}
+    facts = {"format": "pt", "base_sha256": base, "base_dtype": dtype, "quantization": quantization_of(model) or ""}
     save_file(tensors, folder / WEIGHTS, metadata=facts)
     config_of(model).save_pretrained(str(folder))
 
@@ -327,7 +310,7 @@ def load_adapter(folder: Path, model: PreTrainedModel, base: str) -> None:
     for name, tensor in own.items():
         if tensor.shape != tensors[name].shape:
             raise CheckpointError(f"{folder}: {name} has another shape than in the adapter of model.path")
-    if (known := facts_of(folder).get("base_sha256")) != base:
+    if (known := adapter_metadata(folder).get("base_sha256")) != base:
         raise CheckpointError(
             f"{folder} adapts other weights than model.path has now (SHA-256 {known} then, {base} now): name the model, the"
             " revision and the dtype that the run began with"
@@ -336,7 +319,7 @@ def load_adapter(folder: Path, model: PreTrainedModel, base: str) -> None:
         tensor.copy_(tensors[name])
 
 
-def facts_of(folder: Path) -> dict[str, str]:
+def adapter_metadata(folder: Path) -> dict[str, str]:
     """Returns the metadata that `save_adapter` wrote into the file of tensors."""
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         return dict(file.metadata() or {})

@@ -4,14 +4,12 @@ Parameters and activations are counted on fake tensors, which have shapes but no
 backward pass of a micro-batch is exact for every architecture. The rest is arithmetic, in `needs`.
 """
 
-import contextlib
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -44,7 +42,7 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class MemoryPlan:
     """The settings of a recipe and the properties of a device that decide the memory need."""
 
     rows: int  # per micro-batch
@@ -120,17 +118,15 @@ def count(config: PreTrainedConfig, rows: int, length: int, dtype: torch.dtype, 
         tensors = list(model.parameters())
         outer = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
         matrices = [tensor for tensor in tensors if tensor.ndim > 1 and id(tensor) not in outer]
-        facts = {
-            "parameters": sum(tensor.numel() for tensor in tensors),
-            "largest": max(tensor.numel() for tensor in tensors),
-            "matrices": sum(matrix.numel() for matrix in matrices),
-            "sides": sum(matrix.numel() // matrix.shape[-1] + matrix.shape[-1] for matrix in matrices),
-            "layers": text.num_hidden_layers,
-            "hidden": text.hidden_size,
-            "vocabulary": model.get_output_embeddings().weight.shape[0],
-        }
+        vocabulary = model.get_output_embeddings().weight.shape[0]
     return Counts(
-        **facts,
+        parameters=sum(tensor.numel() for tensor in tensors),
+        largest=max(tensor.numel() for tensor in tensors),
+        matrices=sum(matrix.numel() for matrix in matrices),
+        sides=sum(matrix.numel() // matrix.shape[-1] + matrix.shape[-1] for matrix in matrices),
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        vocabulary=vocabulary,
         cache_token=cache_elements(config),
         kept=kept_bytes(config, attention, rows, length, dtype, checkpointing=False),
         kept_checkpointed=kept_bytes(config, attention, rows, length, dtype, checkpointing=True),
@@ -181,47 +177,41 @@ def keeps_states(config: PreTrainedConfig) -> bool:
 def kept_bytes(config: PreTrainedConfig, attention: str, rows: int, length: int, dtype: torch.dtype, checkpointing: bool) -> int:
     """Returns the bytes of a decoder's forward pass that autograd keeps.
 
-    Counts each storage once, without parameters and their copies in `dtype`.
+    Counts each storage once, without parameters, buffers, and copies of parameters in `dtype`.
     """
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL + 1)  # torch logs a traceback when it refuses a fake product; it raises the error as well
     try:
-        with as_if_real():
-            return run_fake(config, attention, rows, length, dtype, checkpointing)
+        return run_fake(config, attention, rows, length, dtype, checkpointing)
     except RuntimeError:
         # The grouped matrix product of experts has no fake float32 version. In bfloat16 all tensors have half the bytes.
-        with as_if_real():
-            return 2 * run_fake(config, attention, rows, length, torch.bfloat16, checkpointing)
+        return 2 * run_fake(config, attention, rows, length, torch.bfloat16, checkpointing)
+    finally:
+        log.setLevel(level)
 
 
 def run_fake(config: PreTrainedConfig, attention: str, rows: int, length: int, dtype: torch.dtype, checkpointing: bool) -> int:
     """Returns `kept_bytes` of a model whose parameters have the dtype in which it computes."""
-    with FakeTensorMode():
-        model = fake_model(config, attention, dtype)
-        if checkpointing:
-            model.gradient_checkpointing_enable()
-            model.train()
-        with kept(model) as storages:
-            states = decoder_of(model)(input_ids=torch.zeros(rows, length, dtype=torch.long), use_cache=False)
-        del states
-        return sum(storage.nbytes() for storage in storages.values())
-
-
-@contextlib.contextmanager
-def kept(model: nn.Module) -> Iterator[dict[int, Any]]:
-    """Collects the storages that autograd keeps for the backward pass of the block, by address.
-
-    Leaves out the storages of the model's own parameters and buffers.
-    """
-    own = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
-    found: dict[int, Any] = {}
+    found: dict[int, Any] = {}  # storages by address, held, so that no other storage gets its address
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in own and not of_a_parameter(tensor.grad_fn):
-            found[storage._cdata] = storage  # held, so that no other storage gets its address
+            found[storage._cdata] = storage
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        yield found
+    # transformers detects packed rows from values, which fake tensors lack; without them sdpa needs no mask.
+    with FakeTensorMode(), one_sequence_a_row():
+        model = fake_model(config, attention, dtype)
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+            model.train()
+        own = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            states = decoder_of(model)(input_ids=torch.zeros(rows, length, dtype=torch.long), use_cache=False)
+        del states
+        return sum(storage.nbytes() for storage in found.values())
 
 
 def of_a_parameter(node: Any) -> bool:
@@ -232,21 +222,7 @@ def of_a_parameter(node: Any) -> bool:
     return node is not None and type(node).__name__ == "AccumulateGrad"
 
 
-@contextlib.contextmanager
-def as_if_real() -> Iterator[None]:
-    """Patches two places inside the block where transformers and torch treat fake tensors differently from real ones."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
-    # torch logs a traceback when it refuses a fake product; it raises the error as well.
-    log.setLevel(logging.CRITICAL + 1)
-    try:
-        with one_sequence_a_row():  # packing is detected from values, which fake tensors lack; without it sdpa needs no mask
-            yield
-    finally:
-        log.setLevel(level)
-
-
-def needs(counts: Counts, plan: Plan) -> dict[str, Parts]:
+def needs(counts: Counts, plan: MemoryPlan) -> dict[str, Parts]:
     """Returns the peak bytes on one device, by phase of a step and by part."""
     shards = (plan.shard or plan.processes) if plan.sharded else 1
     adapters = counts.sides * (plan.adapter_rank or 0)
@@ -285,7 +261,7 @@ def needs(counts: Counts, plan: Plan) -> dict[str, Parts]:
     return {phase: parts | {"overhead": OVERHEAD} for phase, parts in found.items()}
 
 
-def engine_parts(counts: Counts, plan: Plan) -> Parts:
+def engine_parts(counts: Counts, plan: MemoryPlan) -> Parts:
     """Returns the bytes of an engine that is awake on this device; empty if the engine is elsewhere."""
     if plan.engine == "elsewhere":
         return {}
@@ -300,7 +276,7 @@ def engine_parts(counts: Counts, plan: Plan) -> Parts:
     return {"engine weights": weights, "KV cache": max(0, int(plan.share * plan.device) - weights)}
 
 
-def cache_needed(counts: Counts, plan: Plan) -> int:
+def cache_needed(counts: Counts, plan: MemoryPlan) -> int:
     """Returns the bytes of a KV cache for `plan.sequences` sequences of `plan.model_len` tokens."""
     return plan.engine_bytes * counts.cache_token * plan.sequences * plan.model_len // plan.tensor_parallel
 
@@ -313,39 +289,41 @@ def passing_bytes(counts: Counts) -> int:
     return counts.kept // counts.layers * 3 // 4
 
 
-def forward_parts(counts: Counts, plan: Plan) -> Parts:
+def rounded_layer(counts: Counts, plan: MemoryPlan) -> Parts:
+    """Returns the bytes of a layer's matrices, rounded while it runs; empty if it computes in float32."""
+    if plan.trainer_bytes == FLOAT32:
+        return {}
+    return {"bfloat16 weights": plan.trainer_bytes * counts.matrices // counts.layers}
+
+
+def forward_parts(counts: Counts, plan: MemoryPlan) -> Parts:
     """Returns the bytes at the end of a forward pass."""
     kept = counts.kept_checkpointed + passing_bytes(counts) if plan.checkpointing else counts.kept
-    parts = {"activations": kept}
-    if plan.trainer_bytes < FLOAT32:
-        parts["bfloat16 weights"] = plan.trainer_bytes * counts.matrices // counts.layers
-    return parts | head_parts(counts, plan)
+    return {"activations": kept} | rounded_layer(counts, plan) | head_parts(counts, plan)
 
 
-def backward_parts(counts: Counts, plan: Plan) -> Parts:
+def backward_parts(counts: Counts, plan: MemoryPlan) -> Parts:
     """Returns the bytes in the backward pass of the last layer, which runs first.
 
     Hardly any activation is freed by then, and gradients are added.
     """
-    states = plan.rows * plan.length * counts.hidden
     again = counts.kept // counts.layers  # activations of one layer, recomputed
-    parts = {"activations": counts.kept_checkpointed + again if plan.checkpointing else counts.kept}
-    if plan.trainer_bytes < FLOAT32:
-        parts["bfloat16 weights"] = 2 * plan.trainer_bytes * counts.matrices // counts.layers  # and their gradients
-    head = head_parts(counts, plan)
-    head["head's gradient"] = FLOAT32 * counts.vocabulary * counts.hidden  # before it is added to the total
-    return parts | {"gradients of states": 2 * FLOAT32 * states} | head
+    return {
+        "activations": counts.kept_checkpointed + again if plan.checkpointing else counts.kept,
+        **{part: 2 * size for part, size in rounded_layer(counts, plan).items()},  # and their gradients
+        "gradients of states": 2 * FLOAT32 * plan.rows * plan.length * counts.hidden,
+        **head_parts(counts, plan),
+        "head's gradient": FLOAT32 * counts.vocabulary * counts.hidden,  # before it is added to the total
+    }
 
 
-def reference_parts(counts: Counts, plan: Plan) -> Parts:
+def reference_parts(counts: Counts, plan: MemoryPlan) -> Parts:
     """Returns the bytes of a forward pass without gradient, which keeps no layer's tensors: in its layers or in its head."""
-    layer, head = {"activations": passing_bytes(counts)}, head_parts(counts, plan)
-    if plan.trainer_bytes < FLOAT32:
-        layer["bfloat16 weights"] = plan.trainer_bytes * counts.matrices // counts.layers
+    layer, head = {"activations": passing_bytes(counts)} | rounded_layer(counts, plan), head_parts(counts, plan)
     return max(layer, head, key=lambda parts: sum(parts.values()))
 
 
-def head_parts(counts: Counts, plan: Plan) -> Parts:
+def head_parts(counts: Counts, plan: MemoryPlan) -> Parts:
     """Returns the bytes of the chunked head (`losses.logp`): its inputs and one chunk of logits."""
     width = FLOAT32 if plan.fp32_head else plan.trainer_bytes
     tokens = plan.rows * plan.length  # an upper bound: counts prompt tokens too
@@ -375,7 +353,7 @@ class Hint:
     of_phase: int  # bytes in the phase that is the peak now
 
 
-def hints(counts: Counts, smaller: Counts | None, plan: Plan, offers: frozenset[str]) -> list[Hint]:
+def hints(counts: Counts, smaller: Counts | None, plan: MemoryPlan, offers: frozenset[str]) -> list[Hint]:
     """Returns settings that would lower the memory need, ordered by how much they lower the peak, largest first.
 
     Args:
@@ -386,7 +364,7 @@ def hints(counts: Counts, smaller: Counts | None, plan: Plan, offers: frozenset[
     phase, most = peak(now)
     found: list[Hint] = []
 
-    def hint(setting: str, why: str, changed: Plan, of: Counts = counts) -> None:
+    def hint(setting: str, why: str, changed: MemoryPlan, of: Counts = counts) -> None:
         after = needs(of, changed)
         in_phase = sum(now[phase].values()) - sum(after.get(phase, {}).values())
         found.append(Hint(setting, why, most - peak(after)[1], in_phase))

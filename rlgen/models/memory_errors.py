@@ -15,14 +15,11 @@ Phase: TypeAlias = Literal["load", "forward", "backward", "optimizer"]
 
 @contextmanager
 def memory_for(what: str, helps: Sequence[str], told: type[RlgenError]) -> Iterator[None]:
-    """Turns an out-of-memory error inside the block into an error of class `told`.
+    """Turns an out-of-memory error inside the block into an error of class `told`, which has the peak so far and what `helps`.
 
     Args:
         what: the work in the block, such as "the backward pass of 4 rows of 72 tokens".
         helps: settings that reduce the memory need.
-
-    Raises:
-        RlgenError: of class `told`, if memory ran out; its message has the peak so far and `helps`.
     """
     try:
         yield
@@ -32,11 +29,10 @@ def memory_for(what: str, helps: Sequence[str], told: type[RlgenError]) -> Itera
         raise told(reason(error, what, helps)) from error
 
 
-def what_helps(recipe: Recipe, phase: Phase) -> list[str]:
+def memory_advice(recipe: Recipe, phase: Phase) -> list[str]:
     """Returns the two settings that save most of the memory that a phase of the trainer needs."""
-    if phase in ("forward", "backward"):
-        return for_a_micro_batch(recipe)[:2]
-    return for_what_is_held(recipe, phase)[:2]
+    of_a_micro_batch = phase in ("forward", "backward")
+    return (for_a_micro_batch(recipe) if of_a_micro_batch else for_what_is_held(recipe, phase))[:2]
 
 
 def for_a_micro_batch(recipe: Recipe) -> list[str]:

@@ -52,7 +52,7 @@ class Look:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class PackedRows:
     """Where the tokens of B rows with P prompts are in a packed sequence of N. All of it is known without asking the device.
 
     The sequence has the prompts, and then what each row alone has, prompt by prompt.
@@ -68,7 +68,7 @@ class Rows:
     @classmethod
     def of(
         cls, lengths: Sequence[int], prompt_lengths: Sequence[int], same_prompt: Sequence[int], device: torch.device
-    ) -> "Rows":
+    ) -> "PackedRows":
         """Returns the places of rows with `lengths` tokens; `same_prompt` has the first row with the prompt of each, [B]."""
         order = sorted(range(len(lengths)), key=lambda row: same_prompt[row])
         firsts = sorted(set(same_prompt))
@@ -187,7 +187,7 @@ def take(tensor: Tensor, where: slice | Tensor) -> Tensor:
     return parts.transpose(0, 1)[None] if isinstance(where, slice) else parts.transpose(1, 2)
 
 
-def put(tensor: Tensor, where: slice | Tensor, parts: Tensor) -> None:
+def scatter(tensor: Tensor, where: slice | Tensor, parts: Tensor) -> None:
     """Stores [G, heads, n, D] in a packed tensor [N, heads, D]."""
     tensor[where] = parts[0].transpose(0, 1) if isinstance(where, slice) else parts.transpose(1, 2)
 
@@ -197,7 +197,7 @@ class PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, rows: Rows, scaling: float | None, window: int | None
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scaling: float | None, window: int | None
     ) -> Tensor:
         """Computes [N, heads, D] from query, key and value of that shape.
 
@@ -214,8 +214,8 @@ class PackedAttention(torch.autograd.Function):
                 before, both = take(weight, look.queries), torch.logaddexp(take(weight, look.queries), own_weight)
                 own = take(mixed, look.queries) * (before - both).exp() + own * (own_weight - both).exp()
                 own_weight = both
-            put(mixed, look.stored, own.to(mixed.dtype))
-            put(weight, look.stored, own_weight)
+            scatter(mixed, look.stored, own.to(mixed.dtype))
+            scatter(weight, look.stored, own_weight)
         ctx.save_for_backward(query, key, value, mixed, weight)
         ctx.rows, ctx.scaling, ctx.window = rows, scaling, window
         return mixed[:-1]
@@ -232,9 +232,9 @@ class PackedAttention(torch.autograd.Function):
             own = flash_backward(take(slope, look.stored), *seen, *whole, 0.0, options.pop("is_causal"), **options)
             for total, where, part in zip(slopes, (look.stored, look.keys, look.keys), own, strict=True):
                 if look.causal:
-                    put(total, look.stored, part)
+                    scatter(total, look.stored, part)
                 else:
-                    put(total, where, take(total, where) + part)
+                    scatter(total, where, take(total, where) + part)
         return (*(total[:-1] for total in slopes), None, None, None)
 
 
@@ -247,7 +247,7 @@ def attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    packed_rows: Rows | None = None,
+    packed_rows: PackedRows | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Computes causal attention within each row of a packed sequence, in the form that transformers calls.
@@ -257,7 +257,7 @@ def attention(
         dropout: 0, as in all that rlgen runs.
         sliding_window: tokens that each token sees, itself included.
         packed_rows: where they are; None: the sequences are padded, each is one row, and any padding is on the right.
-        others: further arguments from a model; `pack` checks whether its results need any of them.
+        others: further arguments from a model; `make_packed` checks whether its results need any of them.
 
     Returns:
         [1, N, heads, D].
@@ -274,7 +274,7 @@ def attention(
     return PackedAttention.apply(query, key, value, packed_rows, scaling, sliding_window)[None], None
 
 
-def by_kernel(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scaling: float | None, window: int | None) -> Tensor:
+def by_kernel(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scaling: float | None, window: int | None) -> Tensor:
     """Computes the attention [N, heads, D] of all parts by torch's kernel for rows of many lengths, on a GPU."""
     from torch.nn.attention.varlen import varlen_attn  # loads the kernels of a GPU
 

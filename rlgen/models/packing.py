@@ -15,14 +15,13 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlgen.models.decoder import decoder_of, one_sequence_a_row
-from rlgen.models.half import HALF
+from rlgen.models.half import HALF, WIDER, computed_in
 from rlgen.models.memory import keeps_states
-from rlgen.models.other_dtype import WIDER, computed_in
-from rlgen.models.packed_attention import NAME, Rows
+from rlgen.models.packed_attention import NAME, PackedRows
 from rlgen.out_of_memory import is_out_of_memory, one_line
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}  # kinds of layers, as configs name them, that this attention computes
-MOST_CHECKED = 8192  # tokens of the longest prompt that `pack` tries
+MOST_CHECKED = 8192  # tokens of the longest prompt that `make_packed` tries
 PROMPT, COMPLETION = 64, 16  # tokens of a prompt that is tried, and most of what follows it
 # Packed hidden states may be FACTOR times as far from exact ones as those of the same rows by themselves; the bound is at least
 # LEAST and at most MOST, relative to their size.
@@ -30,7 +29,7 @@ FACTOR, LEAST, MOST = 3.0, 1e-6, 0.2
 SEEN = 1e-5  # least change of a row, relative to its size, that shows that it sees the row before it
 
 
-def packed_states(decoder: nn.Module, padded: Tensor, rows: Rows) -> Tensor:
+def packed_states(decoder: nn.Module, padded: Tensor, rows: PackedRows) -> Tensor:
     """Computes the last hidden states [N, H] of the packed sequence of `rows`, whose ids are padded on the right, [B, S]."""
     states: Tensor = decoder(
         input_ids=rows.packed(padded), position_ids=rows.positions, use_cache=False, packed_rows=rows
@@ -44,7 +43,7 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 @torch.no_grad()
-def pack(model: PreTrainedModel, prompts: Sequence[NDArray[np.int32]], dtype: torch.dtype) -> str | None:
+def make_packed(model: PreTrainedModel, prompts: Sequence[NDArray[np.int32]], dtype: torch.dtype) -> str | None:
     """Makes `model` compute packed rows, after a comparison of three packed rows with the same rows by themselves.
 
     Both are compared with the same rows in a wider dtype: packing may round differently, but not by more.
@@ -65,7 +64,7 @@ def pack(model: PreTrainedModel, prompts: Sequence[NDArray[np.int32]], dtype: to
     decoder = decoder_of(model)
     ids, prompt_lengths = rows_of_text(prompts, config, model.device)
     lengths = [len(row) for row in ids]
-    rows = Rows.of(lengths, prompt_lengths, (0, 0, 2), model.device)
+    rows = PackedRows.of(lengths, prompt_lengths, (0, 0, 2), model.device)
     counts = [length - prompt for length, prompt in zip(lengths, prompt_lengths, strict=True)]
     places = rows.places(
         rows.on_device([np.repeat(np.arange(3), counts)]), rows.on_device([np.arange(count) for count in counts])

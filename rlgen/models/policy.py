@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,11 +16,10 @@ from rlgen.errors import SetupError
 from rlgen.losses.inputs import onto
 from rlgen.losses.logp import EntropyUse, HeadScores, head_logits, head_scores, softmax_errors
 from rlgen.models.decoder import decoder_of, one_sequence_a_row
-from rlgen.models.half import HALF, compute_in_half
+from rlgen.models.half import FP8, HALF, compute_in_half, computed_in, round_to
 from rlgen.models.lora import without_adapter
-from rlgen.models.other_dtype import FP8, computed_in, round_to
-from rlgen.models.packed_attention import Rows
-from rlgen.models.packing import pack, packed_states
+from rlgen.models.packed_attention import PackedRows
+from rlgen.models.packing import make_packed, packed_states
 from rlgen.models.vision import Vision, round_pixels
 from rlgen.out_of_memory import is_out_of_memory, one_line
 from rlgen.types import Batch, Distribution
@@ -31,7 +30,7 @@ DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class LmHead:
     """The layer that turns hidden states into logits: softcap(scale * (hidden @ weight.T + bias))."""
 
     model: PreTrainedModel
@@ -39,7 +38,7 @@ class Head:
     softcap: float | None
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> "Head":
+    def of(cls, model: PreTrainedModel) -> "LmHead":
         """Returns the head of a model as its config describes it, see `check_head`."""
         config = model.config.get_text_config()
         scale = prod(getattr(config, name, None) or 1.0 for name in MULTIPLIERS)
@@ -54,33 +53,23 @@ class Head:
         return weight
 
     @property
-    def bias(self) -> Tensor | None:
-        bias: Tensor | None = self.model.get_output_embeddings().bias
-        return bias
+    def options(self) -> dict[str, Any]:
+        """Returns what the functions of `losses.logp` take besides the weight."""
+        return {"bias": self.model.get_output_embeddings().bias, "softcap": self.softcap, "scale": self.scale}
 
     def logits(self, hidden: Tensor, fp32: bool) -> Tensor:
         """Computes logits: [N, H] -> [N, V] float32. Only for few positions, because [N, V] is large."""
-        return head_logits(hidden, self.weight, bias=self.bias, softcap=self.softcap, scale=self.scale, fp32=fp32)
+        return head_logits(hidden, self.weight, fp32=fp32, **self.options)
 
     def scores(
         self, hidden: Tensor, ids: Tensor, distributions: Sequence[Distribution], entropy: EntropyUse, fp32: bool
     ) -> HeadScores:
         """Computes log-probs of `ids` [N] and entropies from hidden states [N, H], without holding all of [N, V]."""
-        return head_scores(
-            hidden,
-            self.weight,
-            ids,
-            distributions,
-            entropy=entropy,
-            bias=self.bias,
-            softcap=self.softcap,
-            scale=self.scale,
-            fp32=fp32,
-        )
+        return head_scores(hidden, self.weight, ids, distributions, entropy=entropy, fp32=fp32, **self.options)
 
 
 @torch.no_grad()
-def check_head(model: PreTrainedModel, head: Head) -> None:
+def check_head(model: PreTrainedModel, head: LmHead) -> None:
     """Compares the logits of `head` with the model's own on eight ids, and their hidden states with those of the first five.
 
     Raises:
@@ -142,7 +131,7 @@ class Policy(nn.Module):
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, fp32_head: bool, vision: Vision | None = None) -> None:
         super().__init__()
         self.model = model
-        self.head = Head.of(model)
+        self.head = LmHead.of(model)
         self.dtype = dtype
         self.fp32_head = fp32_head
         self.vision = vision
@@ -165,7 +154,7 @@ class Policy(nn.Module):
         Args:
             prompts: ids of texts of the run, on which the model is tried.
         """
-        self.unpacked = pack(self.model, prompts, self.dtype)
+        self.unpacked = make_packed(self.model, prompts, self.dtype)
         self.packed = self.unpacked is None
         return self.unpacked
 
@@ -206,15 +195,8 @@ class Policy(nn.Module):
         with self.computing_in(held, dtype):
             hidden_NH, rows, columns = self.hidden(batch)
             weight = round_to(self.head.weight, HALF if held == FP8 else held).to(dtype)
-            found = softmax_errors(
-                hidden_NH,
-                weight,
-                batch.completion_ids[rows, columns],
-                distributions,
-                bias=self.head.bias,
-                softcap=self.head.softcap,
-                scale=self.head.scale,
-            )
+            ids_N = batch.completion_ids[rows, columns]
+            found = softmax_errors(hidden_NH, weight, ids_N, distributions, **self.head.options)
         scores = found.new_zeros(2, len(distributions), *batch.mask.shape)
         scores[:, :, rows, columns] = found
         return scores
@@ -243,7 +225,7 @@ class Policy(nn.Module):
         with one_sequence_a_row():
             decoder, (rows, columns) = decoder_of(self.model), batch.places
             if self.packed:
-                packed = Rows.of(batch.lengths, batch.prompt_lengths, batch.same_prompt, batch.input_ids.device)
+                packed = PackedRows.of(batch.lengths, batch.prompt_lengths, batch.same_prompt, batch.input_ids.device)
                 states_NH = packed_states(decoder, batch.input_ids, packed)[packed.places(rows, columns)]
             else:
                 # The logits at a position predict the next id.

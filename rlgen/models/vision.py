@@ -22,7 +22,7 @@ CACHED_BYTES = 256 << 20  # of pixel values that are kept, so that an image of a
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class VisionFamily:
     """How the processor of one architecture hands over several images."""
 
     inputs: tuple[str, ...]  # tensors of the processor that the vision tower takes
@@ -30,7 +30,7 @@ class Family:
 
 
 # By model type. Members have a decoder with plain positions that sees images as embeddings in place of the placeholder's.
-FAMILIES: Mapping[str, Family] = {"idefics3": Family(inputs=("pixel_values", "pixel_attention_mask"), axis=1)}
+FAMILIES: Mapping[str, VisionFamily] = {"idefics3": VisionFamily(inputs=("pixel_values", "pixel_attention_mask"), axis=1)}
 
 
 def reads_images(config: PreTrainedConfig) -> bool:

@@ -5,100 +5,104 @@ from collections.abc import Iterator
 from rlgen.recipe.data import TASK_COLUMNS
 from rlgen.recipe.engines import ColocatedEngineRecipe, ServerEngineRecipe, TransformersEngineRecipe
 from rlgen.recipe.models import ENVIRONMENT_REWARD, Recipe
-from rlgen.recipe.rules import Finding
+from rlgen.recipe.rules import Finding, Findings, repeated
 from rlgen.recipe.trainers import GRPORecipe, OwnRecipe, PolicyRecipe, RLOORecipe
 
 
-def talk_contradictions(recipe: Recipe) -> list[Finding]:
-    """Returns what contradicts `tools`, `environment` or `rollout.use`, and what they cannot be used together with."""
-    found = [*_tool_contradictions(recipe), *_environment_contradictions(recipe), *_rollout_contradictions(recipe)]
-    engine = recipe.engine
-    if recipe.talks and isinstance(engine, ColocatedEngineRecipe) and engine.tensor_parallel_size > 1:
-        who = "tools: processes that share an engine would all have to call each tool"
-        who = who if recipe.tools else "environment: processes that share an engine would all have to lead each conversation"
-        what = f"engine.tensor_parallel_size above 1 with {who}"
-        found.append(Finding("engine.tensor_parallel_size", what, "set it to 1, or engine.kind to server"))
-    return found
+def beside(recipe: Recipe) -> Findings:
+    """Yields what contradicts tools, an environment, a rollout of the user's, images, or `rollout.stream`."""
+    yield from _tools(recipe)
+    yield from _environment(recipe)
+    yield from _own_rollout(recipe)
+    yield from _images(recipe)
+    if recipe.rollout.stream:
+        for path, why, hint in (*_not_streamed(recipe), *_needs_whole_batch(recipe)):
+            what = f"{path} cannot be used with rollout.stream, which trains on groups while others are sampled: {why}"
+            yield Finding(path, what, hint)
 
 
-def _tool_contradictions(recipe: Recipe) -> Iterator[Finding]:
+def _parallel(recipe: Recipe) -> bool:
+    """Returns whether several processes share one engine in the processes that train."""
+    return isinstance(recipe.engine, ColocatedEngineRecipe) and recipe.engine.tensor_parallel_size > 1
+
+
+def _tools(recipe: Recipe) -> Findings:
     """Yields contradictions of the `tools` section."""
-    if not recipe.tools:
-        return
     labels = [tool.label for tool in recipe.tools]
-    for index, label in enumerate(labels):
-        if label in labels[:index]:
-            hint = f"set tools.{index}.name to another name"
-            yield Finding(f"tools.{index}", f"two tools are called `{label}`", hint)
-    if recipe.task is not None and not (recipe.data.chat or recipe.data.system):
+    for index in repeated(labels):
+        what, hint = f"two tools are called `{labels[index]}`", f"set tools.{index}.name to another name"
+        yield Finding(f"tools.{index}", what, hint)
+    if recipe.tools and recipe.task is not None and not (recipe.data.chat or recipe.data.system):
         what = "tools are shown to the model by the chat template, but the prompts of a task are texts"
         yield Finding("tools", what, "set data.chat to true")
-    if recipe.structured_regex is not None:
+    if recipe.tools and recipe.structured_regex is not None:
         what = "engine.structured_regex restricts each turn to one expression, which calls of tools do not match"
         yield Finding("engine.structured_regex", what, "remove it, or tools")
 
 
-def _environment_contradictions(recipe: Recipe) -> Iterator[Finding]:
-    """Yields contradictions of the `environment` section."""
-    given = [place for place, reward in enumerate(recipe.rewards) if reward.use == ENVIRONMENT_REWARD]
-    held = recipe.eval.rewards if recipe.eval is not None and recipe.eval.rewards is not None else []
+def _environment(recipe: Recipe) -> Findings:
+    """Yields contradictions of the `environment` section, and what no conversation can be used with."""
+    listed = {"rewards": recipe.rewards, "eval.rewards": recipe.eval.rewards or [] if recipe.eval else []}
+    given = [
+        f"{section}.{place}.use"
+        for section, rewards in listed.items()
+        for place, reward in enumerate(rewards)
+        if reward.use == ENVIRONMENT_REWARD
+    ]
     if recipe.environment is None:
-        paths = [f"rewards.{place}.use" for place in given]
-        paths += [f"eval.rewards.{place}.use" for place, reward in enumerate(held) if reward.use == ENVIRONMENT_REWARD]
         what = "the reward environment adds up the rewards of an environment, but there is none"
-        yield from (Finding(path, what, "add the section environment, or remove the reward") for path in paths)
-        return
-    if not given:
-        what = "environment: no entry of rewards uses its rewards, or its failed conversations"
-        yield Finding("environment", what, "add {use: environment} to rewards; with weight 0 it only measures")
-    if recipe.tools:
-        what = "environment and tools both answer the turns of the model"
-        yield Finding("environment", what, "remove one of them; an environment may call functions itself")
-    if recipe.task is not None and not (recipe.data.chat or recipe.data.system):
-        what = "environment: the chat template puts observations between turns, but the prompts of a task are texts"
-        yield Finding("environment", what, "set data.chat to true")
+        yield from (Finding(path, what, "add the section environment, or remove the reward") for path in given)
+    else:
+        if not any(path.startswith("rewards.") for path in given):
+            what = "environment: no entry of rewards uses its rewards, or its failed conversations"
+            yield Finding("environment", what, "add {use: environment} to rewards; with weight 0 it only measures")
+        if recipe.tools:
+            what = "environment and tools both answer the turns of the model"
+            yield Finding("environment", what, "remove one of them; an environment may call functions itself")
+        if recipe.task is not None and not (recipe.data.chat or recipe.data.system):
+            what = "environment: the chat template puts observations between turns, but the prompts of a task are texts"
+            yield Finding("environment", what, "set data.chat to true")
+    if recipe.talks and _parallel(recipe):
+        who = "tools: processes that share an engine would all have to call each tool"
+        who = who if recipe.tools else "environment: processes that share an engine would all have to lead each conversation"
+        what = f"engine.tensor_parallel_size above 1 with {who}"
+        yield Finding("engine.tensor_parallel_size", what, "set it to 1, or engine.kind to server")
 
 
-def _rollout_contradictions(recipe: Recipe) -> list[Finding]:
-    """Returns contradictions of `rollout.use`."""
-    engine = recipe.engine
-    if recipe.rollout.use is None:
-        return []
+def _own_rollout(recipe: Recipe) -> Findings:
+    """Yields contradictions of `rollout.use`."""
+    differ = "is not called by evaluations, so that their completions would differ in kind"
+    early = "is called when a step needs its samples, not while another step trains"
+    shared = "would be called by each of the processes that share an engine"
     others = (
         ("tools", bool(recipe.tools), "leads conversations itself, and so do tools"),
         ("environment", recipe.environment is not None, "leads conversations itself, and so does an environment"),
-        ("eval", recipe.eval is not None, "is not called by evaluations, so that their completions would differ in kind"),
-        (
-            "rollout.async_steps",
-            recipe.rollout.async_steps > 0,
-            "is called when a step needs its samples, not while another step trains",
-        ),
-        (
-            "engine.tensor_parallel_size",
-            isinstance(engine, ColocatedEngineRecipe) and engine.tensor_parallel_size > 1,
-            "would be called by each of the processes that share an engine",
-        ),
+        ("eval", recipe.eval is not None, differ),
+        ("rollout.async_steps", recipe.rollout.async_steps > 0, early),
+        ("engine.tensor_parallel_size", _parallel(recipe), shared),
     )
-    return [Finding(path, f"rollout.use {what}", f"remove rollout.use, or {path}") for path, meets, what in others if meets]
+    for path, meets, what in others:
+        if meets and recipe.rollout.use is not None:
+            yield Finding(path, f"rollout.use {what}", f"remove rollout.use, or {path}")
 
 
-def image_contradictions(recipe: Recipe) -> list[Finding]:
-    """Returns what cannot be used together with images."""
+def _images(recipe: Recipe) -> Findings:
+    """Yields what cannot be used together with images."""
     columns = recipe.eval.columns if recipe.eval is not None else None
     if recipe.data.columns.images is None:
         if recipe.task is not None and "images" in TASK_COLUMNS.get(recipe.task, ()):
             what = f"{recipe.data.source} asks about pictures, but data.columns.images names no column"
-            return [Finding("data.source", what, "add `columns: {images: images}` to data, and take a model that reads images")]
-        if columns is None or columns.images is None:
-            return []
-        what = "eval.columns.images names a column, but data.columns.images none: the engine would be opened without images"
-        return [Finding("eval.columns.images", what, "name a column in data.columns.images, too, or remove it")]
-    engine, model, processes = recipe.engine, recipe.model, recipe.processes
-    here = engine if isinstance(engine, ColocatedEngineRecipe) else None
+            yield Finding("data.source", what, "add `columns: {images: images}` to data, and take a model that reads images")
+        elif columns is not None and columns.images is not None:
+            what = "eval.columns.images names a column, but data.columns.images none: the engine would be opened without images"
+            yield Finding("eval.columns.images", what, "name a column in data.columns.images, too, or remove it")
+        return
+    engine, model = recipe.engine, recipe.model
+    through_transformers = isinstance(engine, ColocatedEngineRecipe) and engine.model_impl == "transformers"
     untested = (
         ("engine.kind server", isinstance(engine, ServerEngineRecipe), "set engine.kind to colocated or transformers"),
-        ("engine.tensor_parallel_size above 1", here is not None and here.tensor_parallel_size > 1, "set it to 1"),
-        ("engine.model_impl transformers", here is not None and here.model_impl == "transformers", "remove it"),
+        ("engine.tensor_parallel_size above 1", _parallel(recipe), "set it to 1"),
+        ("engine.model_impl transformers", through_transformers, "remove it"),
         ("tools", bool(recipe.tools), "remove tools, or the column"),
         ("environment", recipe.environment is not None, "remove environment, or the column"),
         ("rollout.use", recipe.rollout.use is not None, "remove it, or the column"),
@@ -106,26 +110,19 @@ def image_contradictions(recipe: Recipe) -> list[Finding]:
         ("model.lora", model.lora is not None, "remove it: all weights of the language model are then trained"),
         ("model.compile", model.compile, "remove it"),
         ("optim.packing true", recipe.optim.packing is True, "remove it"),
-        ("processes.strategy fsdp", processes.strategy == "fsdp", "set it to ddp"),
+        ("processes.strategy fsdp", recipe.processes.strategy == "fsdp", "set it to ddp"),
         ("run.probe_max", recipe.run.probe_max, "remove it: it tries rows of text only"),
     )
-    what = "data.columns.images: prompts with images are not tested with"
-    return [Finding(path.split()[0], f"{what} {path}", hint) for path, meets, hint in untested if meets]
+    for path, meets, hint in untested:
+        if meets:
+            what = f"data.columns.images: prompts with images are not tested with {path}"
+            yield Finding(path.split()[0], what, hint)
 
 
-def stream_contradictions(recipe: Recipe) -> list[Finding]:
-    """Returns what contradicts `rollout.stream`. Each finding has what the field needs, and what to change."""
-    if not recipe.rollout.stream:
-        return []
-    return [
-        Finding(path, f"{path} cannot be used with rollout.stream, which trains on groups while others are sampled: {what}", hint)
-        for path, what, hint in (*_of_the_engine(recipe), *_of_the_rollout(recipe), *_of_the_trainer(recipe))
-    ]
-
-
-def _of_the_engine(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
-    """Yields path, reason and hint of what keeps the trainer from working beside the engine."""
-    engine, another = recipe.engine, "or set rollout.stream to false"
+def _not_streamed(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
+    """Yields path, reason and hint of engines that cannot sample while the trainer works, and of samples that come otherwise."""
+    engine, rollout, processes = recipe.engine, recipe.rollout, recipe.processes
+    remove, another = "remove one of them", "or set rollout.stream to false"
     if isinstance(engine, TransformersEngineRecipe):
         why = "an engine of kind transformers samples batch by batch on the device on which the trainer computes"
         yield "engine.kind", why, f"set engine.kind to colocated or server, {another}"
@@ -137,12 +134,6 @@ def _of_the_engine(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
         ):
             if meets:
                 yield path, why, f"remove it, or set engine.kind to server, {another}"
-
-
-def _of_the_rollout(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
-    """Yields path, reason and hint of samples that come otherwise, and of processes."""
-    rollout, processes = recipe.rollout, recipe.processes
-    remove, alone = "remove one of them", "run one process, or set rollout.stream to false"
     if rollout.async_steps:
         yield "rollout.async_steps", "its samples are complete before the step begins", remove
     if rollout.use is not None:
@@ -151,10 +142,10 @@ def _of_the_rollout(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
         yield "rollout.dynamic_sampling", "groups are replaced once the rewards of all are known", remove
     if (processes.count or 1) > 1 or processes.strategy == "fsdp":
         path = "processes.strategy" if processes.strategy == "fsdp" else "processes.count"
-        yield path, "several processes divide the rows of a whole step among them", alone
+        yield path, "several processes divide the rows of a whole step among them", f"run one process, {another}"
 
 
-def _of_the_trainer(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
+def _needs_whole_batch(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     """Yields path, reason and hint of advantages, tokens and denominators that follow from the whole batch."""
     trainer = recipe.trainer
     whole, hint = "is over the whole batch", "or set rollout.stream to false"
@@ -162,8 +153,7 @@ def _of_the_trainer(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
         why = "an algorithm from a file gets the denominators of its loss before it computes"
         yield "trainer.use", why, "set rollout.stream to false"
     if trainer.updates_per_rollout > 1:
-        why = "the second update needs all samples again"
-        yield "trainer.updates_per_rollout", why, f"set it to 1, {hint}"
+        yield "trainer.updates_per_rollout", "the second update needs all samples again", f"set it to 1, {hint}"
     if isinstance(trainer, PolicyRecipe) and trainer.top_entropy < 1:
         yield "trainer.top_entropy", f"the quantile of the entropies {whole}", f"remove it, {hint}"
     if isinstance(trainer, PolicyRecipe) and trainer.entropy_bonus:

@@ -26,7 +26,7 @@ def data_of(recipe: Recipe, settings: EvalRecipe) -> DataRecipe:
     )
 
 
-def rewards_of(recipe: Recipe, settings: EvalRecipe) -> list[RewardRecipe]:
+def eval_rewards(recipe: Recipe, settings: EvalRecipe) -> list[RewardRecipe]:
     """Returns the rewards that score evaluations."""
     return settings.rewards if settings.rewards is not None else recipe.rewards
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from rlgen.errors import Problem, RecipeError
 from rlgen.recipe import yaml
-from rlgen.recipe.beside import image_contradictions, stream_contradictions, talk_contradictions
+from rlgen.recipe.beside import beside
 from rlgen.recipe.data import TASKS
 from rlgen.recipe.inert import inert
 from rlgen.recipe.judges import MODEL_REWARDS
@@ -29,7 +29,7 @@ from rlgen.recipe.source import MAX_PROBLEMS, MORE, apply_overrides, in_order, r
 
 SINGLE = ("environment", "rollout", "trainer")  # sections that are one function instead of a list
 # Built-in names by section; sections that are not listed have those of rewards.
-BUILT_IN: dict[str, list[str]] = {"tools": [], "rollout": [], "trainer": [], "environment": list(BUILT_IN_ENVIRONMENTS)}
+BUILT_IN: dict[Any, list[str]] = {"tools": [], "rollout": [], "trainer": [], "environment": list(BUILT_IN_ENVIRONMENTS)}
 REWARD_PLACE = r"(.+\.py|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):[A-Za-z_]\w*"
 
 
@@ -135,8 +135,7 @@ def _findings(recipe: Recipe, given: dict[yaml.Path, str]) -> list[Finding]:
         # The field itself, or a part of it.
         place = next((place for place in written if f"{place}.".startswith(f"{finding.path}.")), None)
         useless += [] if place is None else [replace(finding, path=place)]
-    found = contradictions(recipe) + talk_contradictions(recipe) + image_contradictions(recipe) + stream_contradictions(recipe)
-    return found + useless
+    return [*contradictions(recipe), *beside(recipe), *useless]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +152,13 @@ class _Names:
         found = self._of_task(training.get("source"), training.get("options", {}), "data")
         if "options" in held or held.get("source") is not None:
             found += self._of_task(held.get("source", training.get("source")), held.get("options", {}), "eval")
-        found += self._of_functions(data.get("rewards"), ("rewards",))
-        found += self._of_functions(held.get("rewards"), ("eval", "rewards"))
-        for section in SINGLE:
-            found += self._of_function(data.get(section), (section,), section)
-        return found + self._of_functions(data.get("tools"), ("tools",))
+        lists = {("rewards",): data.get("rewards"), ("eval", "rewards"): held.get("rewards"), ("tools",): data.get("tools")}
+        for section, entries in lists.items():
+            for index, entry in enumerate(entries if isinstance(entries, list) else []):
+                found += self._of_function(entry, (*section, index))
+        for name in SINGLE:
+            found += self._of_function(data.get(name), (name,))
+        return found
 
     def _of_task(self, source: Any, options: Any, section: str) -> list[Problem]:
         """Returns what is wrong with the name of a `task:` source and its options; nothing for other sources."""
@@ -169,29 +170,23 @@ class _Names:
         what = f"there is no task:{yaml.shortened(name)}"
         return [Problem(self.where((section, "source")), what, suggest(name, list(TASKS), "tasks"))]
 
-    def _of_functions(self, entries: Any, section: yaml.Path) -> list[Problem]:
-        listed = enumerate(entries if isinstance(entries, list) else [])
-        return [problem for index, entry in listed for problem in self._of_function(entry, (*section, index), str(section[0]))]
-
-    def _of_function(self, entry: Any, place: yaml.Path, section: str) -> list[Problem]:
+    def _of_function(self, entry: Any, place: yaml.Path) -> list[Problem]:
         """Returns what is wrong with the name of a function, and with the `args` of a reward that asks a model."""
         use = entry.get("use") if isinstance(entry, dict) else None
-        built_in = BUILT_IN.get(section, [*BUILT_IN_REWARDS, *MODEL_REWARDS])
+        built_in = BUILT_IN.get(place[0], [*BUILT_IN_REWARDS, *MODEL_REWARDS])
         if not isinstance(use, str):
             return []
-        where = self.where((*place, "use"))
-        if "://" in use:
-            what = f"`{yaml.shortened(use)}` is an address, and rlgen runs no remote code"
-            return [Problem(where, what, "read the code, put it beside the recipe, and write file.py:function")]
-        if use in built_in:
-            model = MODEL_REWARDS.get(use)
-            return self._of_options(entry.get("args", {}), (*place, "args"), model) if model else []
-        if re.fullmatch(REWARD_PLACE, use):
+        if use in MODEL_REWARDS and use in built_in:
+            return self._of_options(entry.get("args", {}), (*place, "args"), MODEL_REWARDS[use])
+        if use in built_in or re.fullmatch(REWARD_PLACE, use):
             return []
-        one, many = ("environment", "environments") if section == "environment" else ("reward", "rewards")
-        hint = _reward_place(use) or (suggest(use, built_in, f"built-in {many}") if built_in else None)
-        kinds = f"built-in {one}, file.py:function" if built_in else "file.py:function"
-        return [Problem(where, f"`{yaml.shortened(use)}` is not a {kinds} or pkg.mod:function", hint)]
+        kind = "environment" if place[0] == "environment" else "reward"
+        hint: str | None = "read the code, put it beside the recipe, and write file.py:function"
+        what = "is an address, and rlgen runs no remote code"
+        if "://" not in use:
+            what = f"is not a {f'built-in {kind}, ' if built_in else ''}file.py:function or pkg.mod:function"
+            hint = _reward_place(use) or (suggest(use, built_in, f"built-in {kind}s") if built_in else None)
+        return [Problem(self.where((*place, "use")), f"`{yaml.shortened(use)}` {what}", hint)]
 
     def _of_options(self, options: Any, section: yaml.Path, model: type[BaseModel]) -> list[Problem]:
         """Returns what is wrong with the options of a task, or the `args` of a reward, which stand at `section`."""

@@ -308,6 +308,23 @@ class ProcessesRecipe(Strict):
     """Seconds without a sign of life from a process after which all processes end."""
 
 
+class ClusterRecipe(Strict):
+    kind: Literal["ray"]
+    """Ray places, starts and watches the processes of the run (`rlgen docs cluster`)."""
+    address: Text = "auto"
+    """HOST:PORT of the cluster's head. auto: the cluster that this machine belongs to."""
+    trainers: Count = 1
+    """Processes that train."""
+    servers: Annotated[StrictInt, Field(ge=0, le=1000)] = 0
+    """vLLM servers to start for the run, with `engine: {kind: server}`; each gets engine.tensor_parallel_size GPUs."""
+    gpus: Annotated[StrictInt, Field(ge=0, le=1)] | None = None
+    """GPUs of each trainer. None: 1, if the cluster has GPUs."""
+    cpus: Count = 1
+    """Cores that Ray reserves for each trainer and each server."""
+    restarts: Annotated[StrictInt, Field(ge=0, le=1000)] = 3
+    """How often the run starts again from its newest checkpoint after a node or a process was lost."""
+
+
 class Recipe(Strict):
     """A whole recipe, frozen and validated. Validation reads no files."""
 
@@ -347,6 +364,8 @@ class Recipe(Strict):
     """Signs of a failing run, checked after each step."""
     processes: ProcessesRecipe = ProcessesRecipe()
     """The processes that train together."""
+    cluster: ClusterRecipe | None = None
+    """The machines on which the run's processes are started. None: this machine, or those of your launcher."""
 
     @property
     def run_path(self) -> Path:

@@ -7,11 +7,11 @@ from urllib.parse import urlsplit
 
 from rlgen.recipe.data import TASKS
 from rlgen.recipe.engines import RESERVED_ENGINE_ARGUMENTS, ColocatedEngineRecipe, ServerEngineRecipe, VllmRecipe
-from rlgen.recipe.evaluation import data_of, rewards_of
+from rlgen.recipe.evaluation import data_of, eval_rewards
 from rlgen.recipe.judges import pairwise_places
 from rlgen.recipe.models import Recipe, RewardRecipe
 from rlgen.recipe.sizes import is_written, least_row
-from rlgen.recipe.trainers import GRPORecipe, OnlineDPORecipe, PolicyRecipe, RLOORecipe, TrainerRecipe
+from rlgen.recipe.trainers import GRPORecipe, OnlineDPORecipe, PolicyRecipe, RLOORecipe
 
 LOCAL_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 
@@ -23,6 +23,9 @@ class Finding:
     path: str
     what: str
     hint: str | None = None
+
+
+Findings = Iterator[Finding]
 
 
 def is_local_source(source: str) -> bool:
@@ -37,72 +40,36 @@ def is_local_model(path: str) -> bool:
     return path.startswith(("/", "./", "../", "~")) or path.count("/") > 1  # a name of the hub has one slash at most
 
 
+def repeated(names: Sequence[str]) -> list[int]:
+    """Returns the indices of the names that stand further in front, too."""
+    return [index for index, name in enumerate(names) if name in names[:index]]
+
+
 def contradictions(recipe: Recipe) -> list[Finding]:
     """Returns the contradictions between fields. Each names both fields and the nearest valid value."""
-    engine = recipe.engine
-    found = [
-        *_group_contradictions(recipe),
-        *_truncation_contradictions(recipe),
-        *_stop_contradictions(recipe),
-        *_size_contradictions(recipe),
-        *_ahead_contradictions(recipe),
-        *_model_contradictions(recipe),
-        *_trainer_contradictions(recipe.trainer),
-        *_reward_contradictions(recipe.rewards, "rewards"),
-        *_eval_contradictions(recipe),
-        *_process_contradictions(recipe),
-        *_sink_contradictions(recipe),
-        *_variables(recipe),
-        *_task_contradictions(recipe),
-    ]
-    if isinstance(engine, VllmRecipe):
-        found += _engine_contradictions(recipe, engine)
-    if isinstance(engine, ServerEngineRecipe):
-        found += _server_contradictions(engine)
+    found = [*_sampling(recipe), *_sizes(recipe), *_async_steps(recipe), *_model(recipe), *_trainer(recipe)]
+    found += [*_rewards(recipe.rewards, "rewards"), *_eval(recipe), *_processes(recipe), *_names(recipe), *_cluster(recipe)]
+    if isinstance(recipe.engine, VllmRecipe):
+        found += _engine(recipe, recipe.engine)
+    if isinstance(recipe.engine, ServerEngineRecipe):
+        found += _server(recipe.engine, of_cluster=recipe.cluster is not None and recipe.cluster.servers > 0)
     return found
 
 
-def _variables(recipe: Recipe) -> list[Finding]:
-    """Returns paths that name a variable of the shell."""
-    paths = {"run.dir": recipe.run.dir, "model.path": recipe.model.path, "data.source": recipe.data.source}
-    hint = "write the value itself, or give it to --set, where the shell fills it in"
-    return [
-        Finding(key, f"{key}: a recipe knows no variables, but {path} names one", hint)
-        for key, path in paths.items()
-        if re.search(r"\$\{?\w", path)
-    ]
-
-
-def _sink_contradictions(recipe: Recipe) -> list[Finding]:
-    """Returns sinks that repeat a kind: a run has one id in each tracker."""
-    kinds = [sink.kind for sink in recipe.sinks]
-    return [
-        Finding(f"sinks.{place}.kind", f"sinks has a second entry of kind {kind}, but a tracker gets each run once", "remove one")
-        for place, kind in enumerate(kinds)
-        if kind in kinds[:place]
-    ]
-
-
-def _group_contradictions(recipe: Recipe) -> Iterator[Finding]:
-    """Yields settings with which the completions of a group cannot be compared."""
+def _sampling(recipe: Recipe) -> Findings:
+    """Yields settings of `rollout` with which completions cannot be compared, or log-probs mean something else on each side."""
     rollout, trainer = recipe.rollout, recipe.trainer
     if rollout.group_size < 2:
         what = f"rollout.group_size is 1, but trainer.kind {trainer.kind} compares completions of one prompt"
         yield Finding("rollout.group_size", what, "set rollout.group_size to 2 or more")
     if rollout.temperature == 0:
-        what = (
-            "rollout.temperature is 0: all completions of a prompt are then equal, and"
-            f" trainer.kind {trainer.kind} learns by comparing them"
-        )
-        yield Finding("rollout.temperature", what, "set rollout.temperature to 0.01 or more; 1.0 samples the model as it is")
-
-
-def _truncation_contradictions(recipe: Recipe) -> Iterator[Finding]:
-    """Yields settings with which log-probs of a truncated distribution mean something else on the two sides."""
-    rollout, trainer = recipe.rollout, recipe.trainer
-    used = [name for name, all_ids in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)) if getattr(rollout, name) != all_ids]
-    for name in used:
+        what = "rollout.temperature is 0: all completions of a prompt are then equal, and trainer.kind"
+        hint = "set rollout.temperature to 0.01 or more; 1.0 samples the model as it is"
+        yield Finding("rollout.temperature", f"{what} {trainer.kind} learns by comparing them", hint)
+    for name, all_ids in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
         path, remove = f"rollout.{name}", f"remove rollout.{name}"
+        if getattr(rollout, name) == all_ids:
+            continue
         if isinstance(trainer, PolicyRecipe) and trainer.beta > 0:
             why = "the reference keeps other ids than the policy, so that trainer.beta would weigh no KL of the two"
             yield Finding(path, f"{path} does not go with trainer.beta: {why}", f"{remove}, or set trainer.beta to 0")
@@ -112,122 +79,26 @@ def _truncation_contradictions(recipe: Recipe) -> Iterator[Finding]:
         if not recipe.rounds_alike:
             why = "an engine that rounds more than the trainer keeps other ids"
             yield Finding(path, f"{path} needs an engine with the trainer's dtype and weights: {why}", remove)
+    for name in ("stop", "stop_token_ids"):
+        for section, used in (("tools", recipe.tools), ("environment", recipe.environment), ("rollout.use", rollout.use)):
+            if getattr(rollout, name) and used:
+                who = "its code" if section == "rollout.use" else "the chat template"
+                what = f"rollout.{name} does not go with {section}: {who} says what ends a turn"
+                yield Finding(f"rollout.{name}", what, f"remove rollout.{name}")
 
 
-def _stop_contradictions(recipe: Recipe) -> list[Finding]:
-    """Returns what ends completions in its own way, where the recipe names further ends."""
-    own = {"tools": recipe.tools, "environment": recipe.environment, "rollout.use": recipe.rollout.use}
-    named = [name for name in ("stop", "stop_token_ids") if getattr(recipe.rollout, name)]
-    return [
-        Finding(
-            f"rollout.{name}",
-            f"rollout.{name} does not go with {section}: "
-            + ("its code" if section == "rollout.use" else "the chat template")
-            + " says what ends a turn",
-            f"remove rollout.{name}",
-        )
-        for name in named
-        for section, used in own.items()
-        if used
-    ]
-
-
-def _size_contradictions(recipe: Recipe) -> Iterator[Finding]:
-    """Yields numbers that contradict each other: of tokens, written rollouts and steps."""
-    longest, adds_up = least_row(recipe)
-    if is_written(recipe, "optim.micro_batch_tokens") and recipe.optim.micro_batch_tokens < longest:
-        what = f"optim.micro_batch_tokens is {recipe.optim.micro_batch_tokens}: the longest row would not fit, {adds_up}"
+def _sizes(recipe: Recipe) -> Findings:
+    """Yields numbers that contradict each other: of tokens, written rollouts, steps, and the rows of a task."""
+    (longest, adds_up), optim, steps = least_row(recipe), recipe.optim, recipe.run.steps
+    if is_written(recipe, "optim.micro_batch_tokens") and optim.micro_batch_tokens < longest:
+        what = f"optim.micro_batch_tokens is {optim.micro_batch_tokens}: the longest row would not fit, {adds_up}"
         yield Finding("optim.micro_batch_tokens", what, f"set optim.micro_batch_tokens to {longest} or more")
     if recipe.rollouts.keep is not None and not recipe.rollouts.every:
         what = f"rollouts.keep is {recipe.rollouts.keep}, but rollouts.every 0 writes none"
         yield Finding("rollouts.keep", what, "remove rollouts.keep, or set rollouts.every to 1 or more")
-    if recipe.optim.warmup_steps >= recipe.run.steps:
-        what = f"optim.warmup_steps is {recipe.optim.warmup_steps}, but run.steps is {recipe.run.steps}"
-        yield Finding("optim.warmup_steps", what, f"set optim.warmup_steps to {recipe.run.steps - 1} or less")
-
-
-def _ahead_contradictions(recipe: Recipe) -> Iterator[Finding]:
-    """Yields contradictions of `rollout.async_steps`."""
-    rollout, trainer, engine = recipe.rollout, recipe.trainer, recipe.engine
-    if rollout.async_steps and engine.kind != "server":
-        what = f"rollout.async_steps samples while a step trains, but an engine of kind {engine.kind} cannot do both"
-        yield Finding("rollout.async_steps", what, "set engine.kind to server, or remove it")
-    if rollout.async_steps > 1 and isinstance(engine, ServerEngineRecipe) and engine.in_flight is False:
-        what = "with rollout.async_steps above 1 some request is always being answered: the weights could never change"
-        yield Finding("engine.in_flight", what, "remove it, or set rollout.async_steps to 1")
-    if rollout.async_steps and not trainer.correction.corrects:
-        what = "rollout.async_steps trains on samples from earlier weights, but trainer.correction corrects nothing"
-        yield Finding("rollout.async_steps", what, "set trainer.correction.mode, or remove it")
-    if rollout.async_steps and rollout.dynamic_sampling:
-        what = "rollout.dynamic_sampling waits for a step's rewards, and rollout.async_steps samples the next step by then"
-        yield Finding("rollout.dynamic_sampling", what, "remove one of them")
-
-
-def _model_contradictions(recipe: Recipe) -> Iterator[Finding]:
-    """Yields contradictions within the `model` section."""
-    if recipe.model.quantization is not None and recipe.model.lora is None:
-        what = f"model.quantization {recipe.model.quantization} freezes all weights: without model.lora nothing is trained"
-        yield Finding("model.quantization", what, "add `lora: {}` to model, or remove model.quantization")
-    engine, model = recipe.engine, recipe.model
-    for key, meets in (
-        ("optim.packing", recipe.optim.packing is True),
-        ("processes.strategy", recipe.processes.strategy == "fsdp"),
-        ("model.quantization", model.quantization is not None),
-    ):
-        if model.compile and meets:
-            value = {"optim.packing": "true", "processes.strategy": "fsdp"}.get(key, model.quantization)
-            what = f"model.compile needs whole layers and padded rows, but {key} is {value}"
-            yield Finding("model.compile", what, f"remove model.compile, or {key}")
-    if isinstance(engine, ServerEngineRecipe) and engine.lora == "adapter":
-        for key, differs in (
-            ("model.quantization", model.quantization),
-            ("engine.dtype", engine.dtype not in (None, model.dtype)),
-        ):
-            if differs:
-                what = f"engine.lora adapter: servers merge it into the weights of model.path in model.dtype, not with this {key}"
-                yield Finding("engine.lora", what, f"set engine.lora to merged, or remove {key}")
-
-
-def _reward_contradictions(rewards: Sequence[RewardRecipe], path: str) -> Iterator[Finding]:
-    """Yields contradictions between entries of rewards, which stand at `path`."""
-    if not any(reward.weight for reward in rewards):
-        yield Finding(path, f"every weight in {path} is 0, so that every completion is worth 0", "set one above 0")
-    for index, reward in enumerate(rewards):
-        try:
-            re.compile(str(reward.args.get("pattern", "")) if reward.use == "regex_match" else "")
-        except re.error as error:
-            what = f"{path}.{index}.args.pattern must be a regular expression of Python ({error})"
-            yield Finding(f"{path}.{index}.args.pattern", what, "a `\\` before a sign takes it as it is")
-    labels = [reward.label for reward in rewards]
-    for index, label in enumerate(labels):
-        if label in labels[:index]:
-            hint = f"set {path}.{index}.name to another name"
-            yield Finding(f"{path}.{index}", f"two rewards are called `{label}`", hint)
-
-
-def _eval_contradictions(recipe: Recipe) -> Iterator[Finding]:
-    """Yields contradictions of the `eval` section."""
-    held = recipe.eval
-    if held is None:
-        return
-    data = data_of(recipe, held)
-    same = (data.source, data.subset) == (recipe.data.source, recipe.data.subset) and not data.source.startswith("task:")
-    if same and (is_local_source(data.source) or data.split == recipe.data.split):
-        what = "eval names only rows that are trained on"
-        yield Finding("eval.source", what, "set eval.source to a held-out file, or eval.split to another split of the hub")
-    if held.temperature == 0 and held.group_size > 1:
-        what = f"eval.temperature is 0: all {held.group_size} completions of a prompt are then equal"
-        yield Finding("eval.temperature", what, "remove it, or set eval.group_size to 1")
-    if held.group_size == 1 and (places := pairwise_places(rewards_of(recipe, held))):
-        section = "rewards" if held.rewards is None else "eval.rewards"
-        what = f"{section}.{places[0]} is pairwise: it compares completions of a prompt, but eval.group_size is 1"
-        yield Finding("eval.group_size", what, "set eval.group_size to 2 or more, or other rewards in eval.rewards")
-    if held.rewards is not None:
-        yield from _reward_contradictions(held.rewards, "eval.rewards")
-
-
-def _task_contradictions(recipe: Recipe) -> Iterator[Finding]:
-    """Yields contradictions within the options of a task."""
+    if optim.warmup_steps >= steps:
+        what = f"optim.warmup_steps is {optim.warmup_steps}, but run.steps is {steps}"
+        yield Finding("optim.warmup_steps", what, f"set optim.warmup_steps to {steps - 1} or less")
     sections = {"data": recipe.data}
     if recipe.eval is not None and recipe.eval.options is not None:
         sections["eval"] = data_of(recipe, recipe.eval)
@@ -241,39 +112,80 @@ def _task_contradictions(recipe: Recipe) -> Iterator[Finding]:
             yield Finding(path, what, f"set {path} to {high} or less")
 
 
-def _process_contradictions(recipe: Recipe) -> Iterator[Finding]:
-    """Yields contradictions of the `processes` section."""
-    processes, engine = recipe.processes, recipe.engine
-    if processes.strategy == "fsdp" and recipe.model.quantization is not None:
-        what = "processes.strategy fsdp cannot shard weights that bitsandbytes packs"
-        yield Finding("processes.strategy", what, "remove model.quantization, or set processes.strategy to ddp")
-    if processes.strategy == "fsdp" and recipe.optim.kind == "adamw_8bit":
-        what = "processes.strategy fsdp shards the moments, but bitsandbytes keeps those of optim.kind adamw_8bit whole"
-        yield Finding("optim.kind", what, "set optim.kind to adamw, or processes.strategy to ddp")
-    if processes.strategy == "fsdp" and processes.shard == 1:
-        what = "processes.shard 1 leaves all weights in each process"
-        yield Finding("processes.shard", what, "set processes.shard to 2 or more, or processes.strategy to ddp")
-    if processes.count is not None and processes.shard is not None and processes.count % processes.shard:
-        what = f"processes.shard {processes.shard} does not divide processes.count {processes.count}"
-        yield Finding("processes.shard", what, f"set processes.shard to a divisor of {processes.count}, or remove it")
-    if processes.strategy == "fsdp" and processes.count == 1:
-        what = "processes.strategy fsdp shards the model over several processes, but processes.count is 1"
-        yield Finding("processes.strategy", what, "set processes.strategy to ddp, or processes.count to 2 or more")
-    size = engine.tensor_parallel_size if isinstance(engine, ColocatedEngineRecipe) else 1
-    if processes.count is not None and processes.count % size:
-        what = f"engine.tensor_parallel_size {size} does not divide processes.count {processes.count}"
-        yield Finding("engine.tensor_parallel_size", what, f"set processes.count to {size}")
+def _async_steps(recipe: Recipe) -> Findings:
+    """Yields contradictions of `rollout.async_steps`."""
+    rollout, engine, path = recipe.rollout, recipe.engine, "rollout.async_steps"
+    if not rollout.async_steps:
+        return
+    if not isinstance(engine, ServerEngineRecipe):
+        what = f"{path} samples while a step trains, but an engine of kind {engine.kind} cannot do both"
+        yield Finding(path, what, "set engine.kind to server, or remove it")
+    elif rollout.async_steps > 1 and engine.in_flight is False:
+        what = f"with {path} above 1 some request is always being answered: the weights could never change"
+        yield Finding("engine.in_flight", what, f"remove it, or set {path} to 1")
+    if not recipe.trainer.correction.corrects:
+        what = f"{path} trains on samples from earlier weights, but trainer.correction corrects nothing"
+        yield Finding(path, what, "set trainer.correction.mode, or remove it")
+    if rollout.dynamic_sampling:
+        what = f"rollout.dynamic_sampling waits for a step's rewards, and {path} samples the next step by then"
+        yield Finding("rollout.dynamic_sampling", what, "remove one of them")
 
 
-def _trainer_contradictions(trainer: TrainerRecipe) -> Iterator[Finding]:
+def _model(recipe: Recipe) -> Findings:
+    """Yields contradictions of the `model` section, and of what servers do with an adapter."""
+    engine, model = recipe.engine, recipe.model
+    if model.quantization is not None and model.lora is None:
+        what = f"model.quantization {model.quantization} freezes all weights: without model.lora nothing is trained"
+        yield Finding("model.quantization", what, "add `lora: {}` to model, or remove model.quantization")
+    whole = {
+        "optim.packing": "true" if recipe.optim.packing else None,
+        "processes.strategy": "fsdp" if recipe.processes.strategy == "fsdp" else None,
+        "model.quantization": model.quantization,
+    }
+    for key, value in whole.items():
+        if model.compile and value is not None:
+            what = f"model.compile needs whole layers and padded rows, but {key} is {value}"
+            yield Finding("model.compile", what, f"remove model.compile, or {key}")
+    if isinstance(engine, ServerEngineRecipe) and engine.lora == "adapter":
+        differs = ["model.quantization"] if model.quantization else []
+        differs += ["engine.dtype"] if engine.dtype not in (None, model.dtype) else []
+        for key in differs:
+            what = f"engine.lora adapter: servers merge it into the weights of model.path in model.dtype, not with this {key}"
+            yield Finding("engine.lora", what, f"set engine.lora to merged, or remove {key}")
+
+
+def _cluster(recipe: Recipe) -> Findings:
+    """Yields settings of processes and servers that a cluster starts differently."""
+    cluster, engine, count = recipe.cluster, recipe.engine, recipe.processes.count
+    if cluster is None:
+        return
+    if count is not None and count != cluster.trainers:
+        what = f"processes.count is {count}, but cluster.trainers is {cluster.trainers}"
+        yield Finding("processes.count", what, "remove processes.count")
+    if cluster.address.startswith("ray://"):
+        what = "cluster.address is that of a Ray client, which passes no output and no Ctrl-C on"
+        yield Finding("cluster.address", what, "start the run on a node of the cluster, with cluster.address auto")
+    if isinstance(engine, ServerEngineRecipe) and engine.launch:
+        what = "engine.launch starts servers on the machine of rank 0, which the cluster does not know of"
+        yield Finding("engine.launch", what, "remove engine.launch, and set cluster.servers")
+    if cluster.servers and not isinstance(engine, ServerEngineRecipe):
+        what = f"cluster.servers is {cluster.servers}, but engine.kind is {engine.kind}"
+        yield Finding("cluster.servers", what, "set engine.kind to server, or remove cluster.servers")
+    elif cluster.servers and isinstance(engine, ServerEngineRecipe) and engine.url is not None:
+        what = "engine.url names running servers, but cluster.servers would start others"
+        yield Finding("cluster.servers", what, "remove one of them")
+
+
+def _trainer(recipe: Recipe) -> Findings:
     """Yields contradictions within the `trainer` section."""
-    correction = trainer.correction
+    trainer, correction = recipe.trainer, recipe.trainer.correction
     if isinstance(trainer, PolicyRecipe):
-        if trainer.clip_low > trainer.clip_high:
-            what = f"trainer.clip_low {trainer.clip_low} is above trainer.clip_high {trainer.clip_high}"
-            yield Finding("trainer.clip_low", what, f"set trainer.clip_low to {trainer.clip_high} or less")
-        if trainer.delta is not None and trainer.delta <= 1 + trainer.clip_high:
-            what = f"trainer.delta {trainer.delta} is not above 1 + trainer.clip_high = {1 + trainer.clip_high}"
+        low, high = trainer.clip_low, trainer.clip_high
+        if low > high:
+            what = f"trainer.clip_low {low} is above trainer.clip_high {high}"
+            yield Finding("trainer.clip_low", what, f"set trainer.clip_low to {high} or less")
+        if trainer.delta is not None and trainer.delta <= 1 + high:
+            what = f"trainer.delta {trainer.delta} is not above 1 + trainer.clip_high = {1 + high}"
             yield Finding("trainer.delta", what, "set it higher; its paper has 4")
     if isinstance(trainer, GRPORecipe) and trainer.combine_rewards == "normalize_then_sum" and trainer.kl == "k1_in_reward":
         what = "trainer.kl k1_in_reward changes the sum of the rewards, but trainer.combine_rewards normalises each by itself"
@@ -283,21 +195,89 @@ def _trainer_contradictions(trainer: TrainerRecipe) -> Iterator[Finding]:
             what = f"trainer.reward_clip {list(trainer.reward_clip)} must have the lowest reward before the highest"
             yield Finding("trainer.reward_clip", what, "swap them")
         if trainer.ratio == "sequence" and correction.mode.startswith(("token", "icepop")):
-            what = (
-                f"trainer.ratio sequence has one ratio for a completion, but trainer.correction.mode {correction.mode} has"
-                " one weight for each token"
-            )
-            yield Finding(
-                "trainer.ratio",
-                what,
-                "set trainer.correction.mode to sequence_truncate, sequence_mask or none, or trainer.ratio to token",
-            )
+            what = f"trainer.ratio sequence has one ratio for a completion, but trainer.correction.mode {correction.mode}"
+            hint = "set trainer.correction.mode to sequence_truncate, sequence_mask or none, or trainer.ratio to token"
+            yield Finding("trainer.ratio", f"{what} has one weight for each token", hint)
     if correction.min is not None and correction.min >= correction.max and correction.mode != "none":
         what = f"trainer.correction.min {correction.min} is not below trainer.correction.max {correction.max}"
         yield Finding("trainer.correction.min", what, "lower it, or remove it")
 
 
-def _engine_contradictions(recipe: Recipe, engine: VllmRecipe) -> Iterator[Finding]:
+def _rewards(rewards: Sequence[RewardRecipe], path: str) -> Findings:
+    """Yields contradictions between entries of rewards, which stand at `path`."""
+    if not any(reward.weight for reward in rewards):
+        yield Finding(path, f"every weight in {path} is 0, so that every completion is worth 0", "set one above 0")
+    for index, reward in enumerate(rewards):
+        try:
+            re.compile(str(reward.args.get("pattern", "")) if reward.use == "regex_match" else "")
+        except re.error as error:
+            what = f"{path}.{index}.args.pattern must be a regular expression of Python ({error})"
+            yield Finding(f"{path}.{index}.args.pattern", what, "a `\\` before a sign takes it as it is")
+    for index in repeated([reward.label for reward in rewards]):
+        what, hint = f"two rewards are called `{rewards[index].label}`", f"set {path}.{index}.name to another name"
+        yield Finding(f"{path}.{index}", what, hint)
+
+
+def _eval(recipe: Recipe) -> Findings:
+    """Yields contradictions of the `eval` section."""
+    held = recipe.eval
+    if held is None:
+        return
+    data = data_of(recipe, held)
+    same = (data.source, data.subset) == (recipe.data.source, recipe.data.subset) and not data.source.startswith("task:")
+    if same and (is_local_source(data.source) or data.split == recipe.data.split):
+        hint = "set eval.source to a held-out file, or eval.split to another split of the hub"
+        yield Finding("eval.source", "eval names only rows that are trained on", hint)
+    if held.temperature == 0 and held.group_size > 1:
+        what = f"eval.temperature is 0: all {held.group_size} completions of a prompt are then equal"
+        yield Finding("eval.temperature", what, "remove it, or set eval.group_size to 1")
+    if held.group_size == 1 and (places := pairwise_places(eval_rewards(recipe, held))):
+        section = "rewards" if held.rewards is None else "eval.rewards"
+        what = f"{section}.{places[0]} is pairwise: it compares completions of a prompt, but eval.group_size is 1"
+        yield Finding("eval.group_size", what, "set eval.group_size to 2 or more, or other rewards in eval.rewards")
+    if held.rewards is not None:
+        yield from _rewards(held.rewards, "eval.rewards")
+
+
+def _processes(recipe: Recipe) -> Findings:
+    """Yields contradictions of the `processes` section."""
+    count, shard, engine = recipe.processes.count, recipe.processes.shard, recipe.engine
+    if recipe.processes.strategy == "fsdp":
+        path, ddp = "processes.strategy", "set processes.strategy to ddp"
+        if recipe.model.quantization is not None:
+            what = f"{path} fsdp cannot shard weights that bitsandbytes packs"
+            yield Finding(path, what, f"remove model.quantization, or {ddp}")
+        if recipe.optim.kind == "adamw_8bit":
+            what = f"{path} fsdp shards the moments, but bitsandbytes keeps those of optim.kind adamw_8bit whole"
+            yield Finding("optim.kind", what, "set optim.kind to adamw, or processes.strategy to ddp")
+        if shard == 1:
+            hint = "set processes.shard to 2 or more, or processes.strategy to ddp"
+            yield Finding("processes.shard", "processes.shard 1 leaves all weights in each process", hint)
+        if count == 1:
+            what = f"{path} fsdp shards the model over several processes, but processes.count is 1"
+            yield Finding(path, what, f"{ddp}, or processes.count to 2 or more")
+    if count is not None and shard is not None and count % shard:
+        what = f"processes.shard {shard} does not divide processes.count {count}"
+        yield Finding("processes.shard", what, f"set processes.shard to a divisor of {count}, or remove it")
+    size = engine.tensor_parallel_size if isinstance(engine, ColocatedEngineRecipe) else 1
+    if count is not None and count % size:
+        what = f"engine.tensor_parallel_size {size} does not divide processes.count {count}"
+        yield Finding("engine.tensor_parallel_size", what, f"set processes.count to {size}")
+
+
+def _names(recipe: Recipe) -> Findings:
+    """Yields sinks that repeat a kind, since a run has one id in each tracker, and paths that name a variable of the shell."""
+    kinds = [sink.kind for sink in recipe.sinks]
+    for place in repeated(kinds):
+        what = f"sinks has a second entry of kind {kinds[place]}, but a tracker gets each run once"
+        yield Finding(f"sinks.{place}.kind", what, "remove one")
+    for key, path in {"run.dir": recipe.run.dir, "model.path": recipe.model.path, "data.source": recipe.data.source}.items():
+        if re.search(r"\$\{?\w", path):
+            hint = "write the value itself, or give it to --set, where the shell fills it in"
+            yield Finding(key, f"{key}: a recipe knows no variables, but {path} names one", hint)
+
+
+def _engine(recipe: Recipe, engine: VllmRecipe) -> Findings:
     """Yields contradictions of a vLLM engine."""
     (longest, adds_up), trainer = least_row(recipe), recipe.trainer
     if engine.max_model_len is not None and engine.max_model_len < longest:
@@ -306,17 +286,10 @@ def _engine_contradictions(recipe: Recipe, engine: VllmRecipe) -> Iterator[Findi
     if engine.kv_cache_gib is not None and engine.gpu_memory_utilization is not None:
         what = "engine.gpu_memory_utilization has no effect beside engine.kv_cache_gib"
         yield Finding("engine.gpu_memory_utilization", what, "remove one of them")
-    structured = isinstance(engine, ColocatedEngineRecipe) and engine.structured_regex is not None
-    if structured and (isinstance(trainer, OnlineDPORecipe) or trainer.correction.corrects):
-        what = (
-            "engine.structured_regex samples from a part of the vocabulary: the engine's log-probs are not the policy's, and"
-            " trainer.correction would correct nonsense"
-        )
-        yield Finding(
-            "engine.structured_regex",
-            what,
-            "set trainer.correction.mode to none with trainer.kind grpo or rloo, or remove engine.structured_regex",
-        )
+    if recipe.structured_regex is not None and (isinstance(trainer, OnlineDPORecipe) or trainer.correction.corrects):
+        what = "engine.structured_regex samples from a part of the vocabulary: the engine's log-probs are not the policy's, and"
+        hint = "set trainer.correction.mode to none with trainer.kind grpo or rloo, or remove engine.structured_regex"
+        yield Finding("engine.structured_regex", f"{what} trainer.correction would correct nonsense", hint)
     for name in sorted(engine.extra):
         path = f"engine.extra.{name}"
         if name.replace("-", "_").startswith("data_parallel"):
@@ -329,10 +302,10 @@ def _engine_contradictions(recipe: Recipe, engine: VllmRecipe) -> Iterator[Findi
             yield Finding(path, f"{path} is not an argument of vLLM", "write it as vLLM does in Python: lower_case")
 
 
-def _server_contradictions(engine: ServerEngineRecipe) -> Iterator[Finding]:
-    """Yields contradictions within the settings of servers."""
-    urls = servers(engine)
-    if not urls and not engine.launch:
+def _server(engine: ServerEngineRecipe, of_cluster: bool) -> Findings:
+    """Yields contradictions within the settings of servers. `of_cluster`: the cluster starts them."""
+    urls, count, gpus = servers(engine), engine.servers, engine.gpus
+    if not urls and not engine.launch and not of_cluster:
         what = "engine.kind is server, but neither engine.url nor engine.launch is set"
         yield Finding("engine.kind", what, "set engine.url to what `rlgen serve` printed, or engine.launch to true")
     if urls and engine.launch:
@@ -341,35 +314,25 @@ def _server_contradictions(engine: ServerEngineRecipe) -> Iterator[Finding]:
     if engine.transfer == "nccl" and engine.launch and engine.devices is None:
         what = "engine.transfer nccl needs the server on another GPU than the trainer, but engine.devices names none"
         yield Finding("engine.transfer", what, 'set engine.devices to its number, such as "1", or engine.transfer to files')
-    yield from _device_contradictions(engine)
-    last = (engine.port or 0) + engine.servers - 1
+    least = count * engine.tensor_parallel_size
+    if twice := repeated(gpus):
+        yield Finding("engine.devices", f"engine.devices names {gpus[twice[0]]} twice", "remove one of them")
+    elif gpus and (len(gpus) % count or len(gpus) < least):
+        what = f"engine.devices names {len(gpus)} GPUs, but each of engine.servers {count} needs an equal number of them"
+        minimum = f"at least engine.tensor_parallel_size {engine.tensor_parallel_size}"
+        yield Finding("engine.devices", f"{what}, {minimum}", f"name {least} GPUs, or change engine.servers")
+    last = (engine.port or 0) + count - 1
     if engine.port is not None and last > 65535:
-        what = f"engine.port {engine.port} is for the first server; the last of engine.servers {engine.servers} needs port {last}"
-        yield Finding("engine.port", what, f"set engine.port to {65536 - engine.servers} or less, or remove it")
-    for index, url in enumerate(urls):
-        if not is_address(url):
+        what = f"engine.port {engine.port} is for the first server; the last of engine.servers {count} needs port {last}"
+        yield Finding("engine.port", what, f"set engine.port to {65536 - count} or less, or remove it")
+    for url in urls:
+        if not is_server_address(url):
             several = "several are a list: [http://..., http://...]; " if "," in url else ""
             hint = f"{several}write it like http://127.0.0.1:8000; a secret goes into the environment variable {engine.token_env}"
             yield Finding("engine.url", f"engine.url: {url!r} is not the address of a server", hint)
-        elif url.rstrip("/") in [other.rstrip("/") for other in urls[:index]]:
-            yield Finding("engine.url", f"engine.url names {url} twice", "remove one of them")
-
-
-def _device_contradictions(engine: ServerEngineRecipe) -> list[Finding]:
-    """Returns contradictions of `engine.devices`, whose GPUs are divided equally among the launched servers."""
-    gpus, count, size = engine.gpus, engine.servers, engine.tensor_parallel_size
-    if not gpus:
-        return []
-    twice = [name for index, name in enumerate(gpus) if name in gpus[:index]]
-    if twice:
-        return [Finding("engine.devices", f"engine.devices names {twice[0]} twice", "remove one of them")]
-    if len(gpus) % count or len(gpus) < count * size:
-        what = (
-            f"engine.devices names {len(gpus)} GPUs, but each of engine.servers {count} needs an equal number of them, at least"
-            f" engine.tensor_parallel_size {size}"
-        )
-        return [Finding("engine.devices", what, f"name {count * size} GPUs, or change engine.servers")]
-    return []
+    right = [url for url in urls if is_server_address(url)]
+    for index in repeated([url.rstrip("/") for url in right]):
+        yield Finding("engine.url", f"engine.url names {right[index]} twice", "remove one of them")
 
 
 def servers(engine: ServerEngineRecipe) -> list[str]:
@@ -377,7 +340,7 @@ def servers(engine: ServerEngineRecipe) -> list[str]:
     return [engine.url] if isinstance(engine.url, str) else list(engine.url or [])
 
 
-def is_address(url: str) -> bool:
+def is_server_address(url: str) -> bool:
     """Returns whether the text has the form of a server's address, and holds no secret."""
     try:
         urlsplit(url).port  # noqa: B018 - raises ValueError if the port is not a number

@@ -13,7 +13,7 @@ from typing import Any
 from rlgen.errors import RewardError
 from rlgen.files import open_log, written
 from rlgen.recipe.judges import JudgeArgs
-from rlgen.worker_pool.failures import shortened
+from rlgen.worker_pool.failures import redact_and_shorten
 
 PASSING = (408, 409, 425, 429)  # status codes of temporary failures, besides 5xx
 # Seconds before a request is sent again; each wait is twice the one before, up to the longest.
@@ -208,7 +208,7 @@ class Endpoint:
                 status, asked = response.status, response.headers.get("Retry-After", "")
         except (ClientError, OSError) as error:
             raise Passing(f"{type(error).__name__}: {error}") from error
-        said = shortened(" ".join(text.split()), SHOWN)
+        said = redact_and_shorten(" ".join(text.split()), SHOWN)
         if status in PASSING or status >= 500:
             raise Passing(f"HTTP {status}: {said}", float(asked) if asked.isdecimal() else 0.0)
         if status != 200:

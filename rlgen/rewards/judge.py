@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from rlgen.errors import RewardError
 from rlgen.recipe.judges import COMPARISON, PLACEHOLDER, RATING, SCORE, VERDICT, JudgeArgs
 from rlgen.rewards.endpoint import Answers, Endpoint
-from rlgen.worker_pool.failures import shortened
+from rlgen.worker_pool.failures import redact_and_shorten
 
 T = TypeVar("T")
 SHOWN = 500  # characters of an answer in a message
@@ -46,7 +46,7 @@ def parameters_of(settings: JudgeArgs) -> tuple[tuple[str, str, bool], ...]:
     return tuple((name, "KEYWORD_ONLY", True) for name in (*given, "prompt_messages", *columns))
 
 
-def digest_of(settings: JudgeArgs) -> str | None:
+def question_digest(settings: JudgeArgs) -> str | None:
     """Returns the SHA-256 of the file with the question; None: there is none."""
     return None if settings.prompt_file is None else hashlib.sha256(question_of(settings).encode()).hexdigest()
 
@@ -75,7 +75,9 @@ class Judge:
         try:
             score = float(found)
         except (TypeError, ValueError):
-            raise Unreadable(f"the score is {str(found)[:80]!r}, which is not a number, in: {shortened(said, SHOWN)}") from None
+            raise Unreadable(
+                f"the score is {str(found)[:80]!r}, which is not a number, in: {redact_and_shorten(said, SHOWN)}"
+            ) from None
         if not settings.low <= score <= settings.high:
             raise Unreadable(f"the score {score:g} is not within {settings.low:g} and {settings.high:g}")
         return score
@@ -93,7 +95,7 @@ class Judge:
             said = await self._endpoint.ask(filled(self._question, {**shared, "first": first, "second": second}))
             verdict = VERDICTS.get(str(found := self._found(said)).strip().upper())
             if verdict is None:
-                raise Unreadable(f"the verdict is {str(found)[:80]!r}, not A, B or C, in: {shortened(said, SHOWN)}")
+                raise Unreadable(f"the verdict is {str(found)[:80]!r}, not A, B or C, in: {redact_and_shorten(said, SHOWN)}")
             return verdict
 
         try:
@@ -113,7 +115,7 @@ class Judge:
                     return value[self._settings.field]
         elif matches := self._pattern.findall(said):
             return matches[-1]
-        raise Unreadable(f"the answer holds no score: {shortened(said, SHOWN)}")
+        raise Unreadable(f"the answer holds no score: {redact_and_shorten(said, SHOWN)}")
 
 
 def win_rates(items: Sequence[T], wins: Callable[[T, T], float]) -> list[float | None]:
@@ -140,10 +142,10 @@ def transcript(prompt: str, messages: Sequence[Mapping[str, Any]] | None) -> str
 
 def filled(question: str, values: Mapping[str, Any]) -> str:
     """Returns the question with the values in place of their names; braces within a value stay."""
-    return PLACEHOLDER.sub(lambda match: shown(values[match[1]]), question)
+    return PLACEHOLDER.sub(lambda match: column_text(values[match[1]]), question)
 
 
-def shown(value: Any) -> str:
+def column_text(value: Any) -> str:
     """Returns a value of a column as text: JSON, unless it is a text already."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 

@@ -48,18 +48,17 @@ def open_pools(
     entries: Sequence[RewardRecipe], limits: WorkerLimits, output: Path | None, answers: Path | None, group_size: int | None
 ) -> Pool | Pools:
     """Returns the processes, not started yet: one pool for all functions, and one for each reward that asks a model."""
-    functions = [entry for entry in entries if settings_of(entry) is None]
+    functions = [RewardSource(entry.use, entry.timeout) for entry in entries if settings_of(entry) is None]
+    pools = [Pool(functions, limits, output)] if functions else []
     if len(functions) == len(entries):
-        return Pool([RewardSource(entry.use, entry.timeout) for entry in entries], limits, output)
-    pools = [Pool([RewardSource(entry.use, entry.timeout) for entry in functions], limits, output)] if functions else []
+        return pools[0]
     places: list[tuple[int, int]] = []
     for entry in entries:
         if (settings := settings_of(entry)) is None:
-            places.append((0, functions.index(entry)))
+            places.append((0, sum(pool == 0 for pool, _ in places)))
             continue
         places.append((len(pools), 0))
-        memory = limits.memory or 0
-        source = RewardSource(entry.use, entry.timeout, settings, entry.label, answers, memory)
+        source = RewardSource(entry.use, entry.timeout, settings, entry.label, answers, limits.memory or 0)
         pools.append(Pool([source], limits_of_model(settings, limits, group_size), output))
     return Pools(pools, places)
 

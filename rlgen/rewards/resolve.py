@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Any
 
 from rlgen.errors import DataError, RewardError
 from rlgen.recipe.judges import MODEL_REWARDS
@@ -22,16 +22,15 @@ MESSAGES = "messages"  # with tools only: data sets often have a column of this 
 class RewardFunction:
     """One reward, ready to be called by a worker: its code is not imported in this process."""
 
-    label: str
-    use: str
-    weight: float
+    entry: RewardRecipe
     of_group: bool  # takes lists over a group and returns a list
     names: frozenset[str] | None  # parameters to fill; None: all there are (`**kwargs`)
     args: Mapping[str, Any]  # from the recipe
     sha256: str | None  # of the user's code
-    timeout: float  # seconds that a call may take
-    on_error: Literal["fail", "skip", "zero"]
-    max_error_fraction: float  # of the calls of a step
+
+    @property
+    def label(self) -> str:
+        return self.entry.label
 
     def arguments(self, available: Mapping[str, Any]) -> dict[str, Any]:
         taken = available if self.names is None else {n: v for n, v in available.items() if n in self.names}
@@ -67,14 +66,5 @@ def resolve(entry: RewardRecipe, facts: FunctionFacts, columns: Collection[str])
             " and what `args` gives"
         )
     return RewardFunction(
-        label=entry.label,
-        use=entry.use,
-        weight=entry.weight,
-        of_group=of_group,
-        names=None if takes_all else frozenset(named),
-        args=args,
-        sha256=facts.sha256,
-        timeout=entry.timeout,
-        on_error=entry.on_error,
-        max_error_fraction=entry.max_error_fraction,
+        entry=entry, of_group=of_group, names=None if takes_all else frozenset(named), args=args, sha256=facts.sha256
     )

@@ -37,7 +37,7 @@ class RewardModel:
         """
         self._settings = settings
         folder = folder_of(settings)
-        self.sha256 = digest_of(folder)
+        self.sha256 = model_digest(folder)
         self._tokenizer, self._model = load_parts(folder, settings)
         self._config = self._model.config.get_text_config()
         positions = getattr(self._config, "max_position_embeddings", None) or UNLIMITED
@@ -119,7 +119,7 @@ def folder_of(settings: RewardModelArgs) -> Path:
         raise RewardError(f"rewards: reward_model: the hub has no {settings.path}: {type(error).__name__}: {said}") from error
 
 
-def digest_of(folder: Path) -> str:
+def model_digest(folder: Path) -> str:
     """Returns the SHA-256 of the names and bytes of a model's files."""
     made = hashlib.sha256()
     for path in sorted({path for pattern in FILES for path in folder.glob(pattern)}):

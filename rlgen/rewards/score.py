@@ -53,7 +53,7 @@ class Scorer:
     @property
     def weights(self) -> dict[str, float]:
         """Returns the weight of each reward by label, in the recipe's order."""
-        return {reward.label: reward.weight for reward in self.rewards}
+        return {reward.label: reward.entry.weight for reward in self.rewards}
 
     def close(self) -> None:
         self.pool.close()
@@ -101,7 +101,7 @@ class Scorer:
             if isinstance(values, Failed):
                 for sample in ask.samples:
                     errors[sample.sample_index][label] = f"{values.cause}: {values.message}"
-                values = [0.0 if ask.reward.on_error == "zero" else None] * len(ask.samples)
+                values = [0.0 if ask.reward.entry.on_error == "zero" else None] * len(ask.samples)
             for sample, value in zip(ask.samples, values, strict=True):
                 table[sample.sample_index][label] = value
         samples: list[Sample] = []
@@ -119,21 +119,23 @@ class Scorer:
         reward = ask.reward
         first = reward.label not in self.known
         self.known.add(reward.label)
-        ends = reward.on_error == "fail" or count > budget
+        ends = reward.entry.on_error == "fail" or count > budget
         if not (first or ends):
             return
-        what = f"{place(ask)}: {failed.message}"
+        what = f"{call_name(ask)}: {failed.message}"
         saved = self.save(ask, failed, step)
         where = f"; the sample is in {saved}" if saved else ""
         text = f"\n{failed.traceback}" if failed.traceback else ""
         if not ends:
-            log.warning("%s (on_error: %s)%s%s", what, reward.on_error, where, text)
+            log.warning("%s (on_error: %s)%s%s", what, reward.entry.on_error, where, text)
             return
         hint = ""
-        if reward.on_error == "fail" and failed.cause == "timeout":
+        if reward.entry.on_error == "fail" and failed.cause == "timeout":
             hint = "; raise `timeout` of this entry of rewards, or let `on_error: skip` leave such samples out"
-        elif reward.on_error != "fail":
-            hint = f"; {count} calls of this step failed, more than max_error_fraction {reward.max_error_fraction:g} of them"
+        elif reward.entry.on_error != "fail":
+            hint = (
+                f"; {count} calls of this step failed, more than max_error_fraction {reward.entry.max_error_fraction:g} of them"
+            )
         raise RewardError(f"{what}{hint}{where}{text}")
 
     def save(self, ask: Ask, failed: Failed, step: int) -> Path | None:
@@ -144,7 +146,7 @@ class Scorer:
         path = self.failures / f"step_{step:06d}_{ask.reward.label}_{ask.group.group_id}{sample}.json"
         record = {
             "reward": ask.reward.label,
-            "use": ask.reward.use,
+            "use": ask.reward.entry.use,
             "step": step,
             "group_id": ask.group.group_id,
             "sample_index": [one.sample_index for one in ask.samples],
@@ -219,7 +221,7 @@ class Scoring:
                     ask = self._asks[outcome.id]
                     label = ask.reward.label
                     spent[label] += 1
-                    budget = math.ceil(ask.reward.max_error_fraction * calls[label])
+                    budget = math.ceil(ask.reward.entry.max_error_fraction * calls[label])
                     self._scorer.failed(ask, outcome.value, self._step, spent[label], budget)
         return [self._scored(group) for group in groups]
 
@@ -304,32 +306,28 @@ def asks_of(reward: RewardFunction, group: Group, step: int, max_completion_toke
     `turns` the messages of each conversation too.
     """
     prompt, samples = group.prompt, group.samples
-    shared = {"max_completion_tokens": max_completion_tokens, "step": step}
-    each: dict[str, list[Any]] = {
+    lists: dict[str, list[Any]] = {
+        **{name: [value] * len(samples) for name, value in prompt.columns.items()},
         "prompt_ids": [SentIds(sample.prompt_ids) for sample in samples],
         "completion_ids": [SentIds(sample.completion_ids) for sample in samples],
         "finish_reason": [sample.finish_reason for sample in samples],
         "prompt_messages": [prompt.messages] * len(samples),
     }
     if turns:
-        each[MESSAGES] = [whole_conversation(sample.messages, sample.completion) for sample in samples]
+        lists[MESSAGES] = [whole_conversation(sample.messages, sample.completion) for sample in samples]
+    texts, completions = [prompt.text] * len(samples), [sample.completion for sample in samples]
+    shared = {"max_completion_tokens": max_completion_tokens, "step": step}
     if reward.of_group:
-        lists = {
-            **{name: [value] * len(samples) for name, value in prompt.columns.items()},
-            **each,
-            "prompts": [prompt.text] * len(samples),
-            "completions": [sample.completion for sample in samples],
-            "finish_reasons": each["finish_reason"],
-        }
-        return [Ask(reward, group, samples, reward.arguments({**lists, **shared}))]
+        given = {**lists, "prompts": texts, "completions": completions, "finish_reasons": lists["finish_reason"], **shared}
+        return [Ask(reward, group, samples, reward.arguments(given))]
+    lists |= {"prompt": texts, "completion": completions}
     asks = []
     for index, sample in enumerate(samples):
-        own = {name: values[index] for name, values in each.items()}
-        available = {**prompt.columns, **own, "prompt": prompt.text, "completion": sample.completion, **shared}
-        asks.append(Ask(reward, group, (sample,), reward.arguments(available)))
+        given = {**{name: values[index] for name, values in lists.items()}, **shared}
+        asks.append(Ask(reward, group, (sample,), reward.arguments(given)))
     return asks
 
 
-def place(ask: Ask) -> str:
+def call_name(ask: Ask) -> str:
     which = "" if ask.reward.of_group else f", sample {ask.samples[0].sample_index}"
     return f"reward {ask.reward.label}, prompt at position {ask.group.group_id}{which}"

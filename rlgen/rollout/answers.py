@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlgen.errors import Fault, SentinelError
-from rlgen.types import Completion, LogProbs, Request, Sampling, turns_of
+from rlgen.types import Completion, LogProbs, Request, Sampling, mask_of, turns_of
 
 ROUNDING = 1e-6  # a log-prob of a certain token may come out this much above 0
 
@@ -45,7 +45,7 @@ def check_answers(
     check_ids(answers, sampling.vocab_size)
     for place, (request, answer) in enumerate(zip(requests, answers, strict=True)):
         if free:
-            check_spans(place, answer)
+            check_sampled(place, answer, mask_of(answer.spans, len(answer.token_ids)), "Exactly the sampled ids must have one")
         else:
             check_answer(place, answer, sampling, joined)
             if not joined and len(answer.token_ids) > (limit := sampling.limit_of(request)):
@@ -126,7 +126,7 @@ def flattened(requests: Sequence[Request], answers: Sequence[Completion], sampli
 
 def check_answer(place: int, answer: Completion, sampling: Sampling, joined: bool) -> None:
     """Raises SentinelError if an answer lacks its stop token or a log-prob, or its spans do not cover what was sampled."""
-    ids, logp = answer.token_ids, answer.logp
+    ids = answer.token_ids
     if not len(ids):
         raise SentinelError(
             Fault.DROPPED_STOP_TOKEN, f"answer {place} has no ids, not even a stop token; make the engine keep it"
@@ -141,52 +141,37 @@ def check_answer(place: int, answer: Completion, sampling: Sampling, joined: boo
     if joined and len(turns := turns_of(answer.spans)) > 1:
         check_turns(place, answer, turns, sampling)
         return
-    scored = int(is_logp(logp).sum())
-    if len(logp) != len(ids) or scored != len(ids):
-        raise SentinelError(
-            Fault.MISSING_LOGPROBS,
-            f"answer {place} has {len(ids)} ids and {scored} log-probs. Each id needs the log-prob that it was sampled with, the"
-            " stop token too: it proves which weights sampled the id. NaN, infinities and numbers above 0 do not count",
-        )
+    each = (
+        "Each id needs the log-prob that it was sampled with, the stop token too: it proves which weights sampled the id. NaN,"
+        " infinities and numbers above 0 do not count"
+    )
+    check_sampled(place, answer, np.ones(len(ids), dtype=bool), each)
     if (named := sum(span.stop - span.start for span in answer.spans)) not in (0, len(ids)):
         raise SentinelError(
             Fault.STALE_ROLLOUTS, f"answer {place} has {len(ids)} ids, but the engine names the weights of {named} of them"
         )
 
 
-def sampled_of(answer: Completion) -> NDArray[np.bool_]:
-    """Returns [L], which ids the spans of an answer name."""
-    sampled = np.zeros(len(answer.token_ids), dtype=bool)
-    for start, stop, _ in answer.spans:
-        sampled[start:stop] = True
-    return sampled
-
-
-def check_spans(place: int, answer: Completion) -> None:
-    """Raises SentinelError unless exactly the tokens of an answer's spans have log-probs, and there are some."""
-    sampled, scored = sampled_of(answer), is_logp(answer.logp)
-    if len(scored) != len(sampled) or not sampled.any() or not np.array_equal(scored, sampled):
+def check_sampled(place: int, answer: Completion, sampled: NDArray[np.bool_], wanted: str) -> None:
+    """Raises SentinelError unless exactly the `sampled` ids [L] of an answer have log-probs, and there are some."""
+    ids, scored = answer.token_ids, is_logp(answer.logp)
+    if not sampled.any() or not np.array_equal(scored, sampled) or not np.array_equal(np.isnan(answer.logp), ~sampled):
         raise SentinelError(
             Fault.MISSING_LOGPROBS,
-            f"answer {place} has {len(answer.token_ids)} ids, of which {int(sampled.sum())} were sampled, and {int(scored.sum())}"
-            " log-probs: exactly the sampled ids must have one",
+            f"answer {place} has {len(ids)} ids, of which {int(sampled.sum())} were sampled, and {int(scored.sum())} log-probs."
+            f" {wanted}",
         )
 
 
 def check_turns(place: int, answer: Completion, turns: Sequence[tuple[int, int]], sampling: Sampling) -> None:
     """Raises SentinelError unless exactly the turns of a conversation have log-probs, and all but the last end by a stop id."""
-    ids, logp, sampled = answer.token_ids, answer.logp, sampled_of(answer)
+    ids, sampled = answer.token_ids, mask_of(answer.spans, len(answer.token_ids))
     if not sampled[-1] or sum(stop - start for start, stop in turns) != sampled.sum():
         raise SentinelError(
             Fault.STALE_ROLLOUTS,
             f"answer {place} has {len(ids)} ids, and the turns that its spans name overlap or do not reach its end: {turns}",
         )
-    if len(logp) != len(ids) or not np.array_equal(is_logp(logp), sampled) or not np.array_equal(np.isnan(logp), ~sampled):
-        raise SentinelError(
-            Fault.MISSING_LOGPROBS,
-            f"answer {place} has {int(sampled.sum())} ids in {len(turns)} turns and {int(is_logp(logp).sum())} log-probs:"
-            " each sampled id needs the log-prob that it was sampled with, and ids between turns have none",
-        )
+    check_sampled(place, answer, sampled, "Each id of a turn needs the log-prob it was sampled with; ids between have none")
     for _, stop in turns[:-1]:
         if sampling.regex is None and ids[stop - 1] not in sampling.stop_ids:
             raise SentinelError(

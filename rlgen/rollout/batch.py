@@ -117,21 +117,22 @@ def collate(samples: Samples, rows: Sequence[int], device: torch.device) -> Batc
             places=torch.zeros(2, 0, dtype=torch.long, device=device),
             sampler_logp=torch.zeros(1, 1, device=device),
         )
-    whole = [np.concatenate([samples.prompt_ids[row], samples.completion_ids[row]]) for row in rows]
-    mask = pad_rows([torch.from_numpy(samples.mask_of(row)) for row in rows], False)
-    prompts = [(int(samples.group_id[row]), samples.prompt_ids[row].tobytes()) for row in rows]
+    own = [samples[row] for row in rows]
+    whole = [np.concatenate([sample.prompt_ids, sample.completion_ids]) for sample in own]
+    mask = pad_rows([torch.from_numpy(sample.loss_mask) for sample in own], False)
+    prompts = [(sample.group_id, sample.prompt_ids.tobytes()) for sample in own]
     first_of: dict[tuple[int, bytes], int] = {}
     return Batch(
         rows=tuple(rows),
         input_ids=onto(pad_rows([torch.from_numpy(ids) for ids in whole], 0), device).long(),
         lengths=tuple(map(len, whole)),
-        prompt_lengths=tuple(samples.prompt_ids.lengths[list(rows)].tolist()),
+        prompt_lengths=tuple(len(sample.prompt_ids) for sample in own),
         same_prompt=tuple(first_of.setdefault(prompt, place) for place, prompt in enumerate(prompts)),
-        completion_ids=onto(pad_rows([torch.from_numpy(samples.completion_ids[row]) for row in rows], 0), device).long(),
+        completion_ids=onto(pad_rows([torch.from_numpy(sample.completion_ids) for sample in own], 0), device).long(),
         mask=onto(mask, device),
         places=onto(torch.from_numpy(np.stack(mask.numpy().nonzero())), device),
-        sampler_logp=onto(pad_rows([torch.from_numpy(samples.sampler_logp[row]) for row in rows], 0.0), device),
-        images=tuple(samples.images[row] for row in rows) if samples.images else (),
+        sampler_logp=onto(pad_rows([torch.from_numpy(sample.sampler_logp) for sample in own], 0.0), device),
+        images=tuple(sample.images for sample in own) if samples.images else (),
     )
 
 

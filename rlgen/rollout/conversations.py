@@ -38,7 +38,6 @@ class Dialogue:
 
     @property
     def digest(self) -> str:
-        """Returns the digest of all that decides what follows a turn."""
         return digest(self.turns.digest, self.max_turns, self.reply_timeout)
 
 
@@ -51,8 +50,6 @@ def turn_seed(seed: int, turn: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class Conversation:
-    """One conversation so far."""
-
     prompt: Prompt
     sample_index: int
     request: Request  # of the turn that the engine samples, or has sampled last
@@ -65,11 +62,9 @@ class Conversation:
 
     @property
     def tokens(self) -> int:
-        """Returns the tokens of all turns and replies."""
         return sum(len(turn.token_ids) for turn in self.turns) + sum(map(len, self.replies))
 
     def joined(self, finish_reason: FinishReason) -> Completion:
-        """Returns the whole conversation as one completion."""
         ids, logp, spans, length = [], [], [], 0
         for place, turn in enumerate(self.turns):
             spans += [Span(length + start, length + stop, version) for start, stop, version in turn.spans]

@@ -28,7 +28,7 @@ from rlgen.rollout.answers import check_answers
 from rlgen.rollout.conversations import turn_seed
 from rlgen.types import Completion, Ids, Prompt, Request, Sampling, Span, ids_of
 from rlgen.worker_pool.failures import described, user_line
-from rlgen.worker_pool.find import find
+from rlgen.worker_pool.find import find_function
 from rlgen.worker_pool.source import Trade
 
 ROLLOUT = Trade("rollout.use", "rollout", ToolError)
@@ -66,13 +66,11 @@ class Rolled:
 Function: TypeAlias = Callable[[Sequence[Prompt], "Handle"], Sequence[Rolled]]
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Handle:
     """The engine, as a rollout sees it. It keeps all answers."""
 
     group_size: int
-    max_tokens: int  # of a completion
-    stop_ids: tuple[int, ...]
     _engine: Engine
     _sampling: Sampling
     _tokenizer: PreTrainedTokenizerBase
@@ -82,6 +80,14 @@ class Handle:
     _asked: Counter[tuple[int, int]] = field(default_factory=Counter)  # by prompt and sample
     # By prompt: the ids between it and an answer, and the answer.
     _given: dict[int, list[tuple[Ids, Completion]]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def max_tokens(self) -> int:
+        return self._sampling.max_tokens
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return self._sampling.stop_ids
 
     def generate(self, asks: Sequence[Ask]) -> list[Answer]:
         """Samples after given ids, all requests at once, and returns the answers in their order.
@@ -178,7 +184,7 @@ class CustomRollout:
     @classmethod
     def load(cls, use: str) -> "CustomRollout":
         """Imports the function. Raises ToolError if there is none, or its import fails."""
-        function, sha256 = find(use, ROLLOUT)
+        function, sha256 = find_function(use, ROLLOUT)
         return cls(use=use, function=function, sha256=sha256)
 
     def __call__(
@@ -198,17 +204,7 @@ class CustomRollout:
             SentinelError: the engine did not sample a token that the function marks as sampled.
         """
         size = len(requests) // max(1, len(prompts))
-        handle = Handle(
-            group_size=size,
-            max_tokens=sampling.max_tokens,
-            stop_ids=sampling.stop_ids,
-            _engine=engine,
-            _sampling=sampling,
-            _tokenizer=tokenizer,
-            _prompts=prompts,
-            _requests=requests,
-            _version=version,
-        )
+        handle = Handle(size, engine, sampling, tokenizer, prompts, requests, version)
         where = f"rollout.use {self.use}"
         try:
             returned = list(self.function(prompts, handle))

@@ -22,8 +22,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rlgen.files import append_bytes, append_text, read_bytes, written
-from rlgen.types import Completion, FinishReason, Group, Ids, Prompt, Sample, Span
+from rlgen.files import append_bytes, read_bytes, written
+from rlgen.types import Completion, FinishReason, Ids, Prompt, Sample, Span
 
 MAGIC = b"\xa7rlj"
 FIELDS, SEAL = struct.Struct("<4sII"), struct.Struct("<I")
@@ -61,8 +61,6 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
 
 
 class Rewards(msgspec.Struct, frozen=True, array_like=True, tag="rewards"):
-    """The rewards of the samples of one group."""
-
     group_id: int
     of: str  # digest of all that the rewards depend on
     samples: list[dict[str, Any]]  # fields of each sample, in the order of the group
@@ -83,7 +81,6 @@ class Found:
 
 
 def frame(record: Record) -> bytes:
-    """Encodes a record as a frame: header and payload."""
     payload = _encode(record)
     fields = FIELDS.pack(MAGIC, len(payload), zlib.crc32(payload))
     return b"".join((fields, SEAL.pack(zlib.crc32(fields)), payload))
@@ -191,14 +188,9 @@ def parsed(text: bytes) -> Line | None:
 
 
 def mend(path: Path) -> None:
-    """Completes a last line without a line end, or truncates it if incomplete: its writer may have been killed."""
+    """Truncates an incomplete last line: its writer was killed."""
     with written(path):
-        content = read_bytes(path)
-        last = content[content.rfind(b"\n") + 1 :]
-        if last and parsed(last) is None:
-            os.truncate(path, len(content) - len(last))
-        elif last:
-            append_text(path, "\n", False)
+        os.truncate(path, read_bytes(path).rfind(b"\n") + 1)
 
 
 def digest(*things: object) -> str:
@@ -218,10 +210,10 @@ def asked_digest(prompt_ids: Ids, seed: int, sampling: str) -> str:
     return made.hexdigest()[:16]
 
 
-def digest_of(judge: str, group: Group, samples: Sequence[Sample]) -> str:
-    """Returns the digest of all that a group's rewards depend on: reward functions, data columns, and the group's samples."""
+def digest_of(judge: str, columns: str, samples: Sequence[Sample]) -> str:
+    """Returns the digest of all that a group's rewards depend on: reward functions, `columns_digest`, and the group's samples."""
     shape = [(s.sample_index, len(s.prompt_ids), len(s.completion_ids), s.finish_reason) for s in samples]
-    made = hashlib.sha256(repr((judge, columns_digest(group.prompt), shape)).encode())
+    made = hashlib.sha256(repr((judge, columns, shape)).encode())
     for sample in samples:
         made.update(sample.messages.encode())
         made.update(sample.prompt_ids.astype("<i4", copy=False).tobytes())

@@ -26,6 +26,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rlgen.engines.base import EngineInfo
 from rlgen.files import append_text, flush, unwritable, written
 from rlgen.processes import Processes
@@ -45,7 +47,7 @@ from rlgen.rollout.frames import (
     sound_lines,
 )
 from rlgen.rollout.parquet import Rollout, Stamp, parts_of, read_part, read_stamp
-from rlgen.types import Completion, Group, Request, Sample, Samples, Sampling
+from rlgen.types import Completion, Group, Request, Sample, Sampling
 
 Place = tuple[int, int]  # group id, sample index
 
@@ -173,7 +175,11 @@ class Journal:
         """
         found: dict[int, Completion] = {}
         refused: Counter[str] = Counter()
-        answers = self.answers(step, frozenset(places)) if step in self.files else {}
+        wanted = set(places)
+        answers: dict[Place, list[Answer]] = {}  # oldest first
+        for record in self.records(step):
+            if isinstance(record, Answer) and (at := (record.group_id, record.sample_index)) in wanted:
+                answers.setdefault(at, []).append(record)
         with_these = digest(sampling)
         for place, (at, request) in enumerate(zip(places, requests, strict=True)):
             why = None
@@ -191,43 +197,39 @@ class Journal:
     def newest_version(self, step: int) -> int:
         """Returns the newest weights that answers of earlier attempts to a step name; -1: there are no such answers."""
         if step not in self.newest:
-            stored = [int(samples.spans[:, 3].max(initial=-1)) for samples, _ in self.tables(step)]
-            records = (one for one in self.records(step) if isinstance(one, Answer))
-            self.newest[step] = max((*stored, *(version for one in records for _, _, version in one.spans)), default=-1)
+            answers = (record for record in self.records(step) if isinstance(record, Answer))
+            self.newest[step] = max((version for answer in answers for _, _, version in answer.spans), default=-1)
         return self.newest[step]
 
-    def answers(self, step: int, wanted: frozenset[Place]) -> dict[Place, list[Answer]]:
-        """Returns the stored answers for the `wanted` (group id, sample index) pairs, oldest first."""
-        answers: dict[Place, list[Answer]] = {}
-        for samples, stamp in self.tables(step):
-            places = zip(samples.group_id.tolist(), samples.sample_index.tolist(), strict=True)
-            for row, at in enumerate(places):
-                if at in wanted:
-                    answers.setdefault(at, []).append(answer_of(samples[row], stamp))
-        for record in self.records(step):
-            if isinstance(record, Answer) and (at := (record.group_id, record.sample_index)) in wanted:
-                answers.setdefault(at, []).append(record)
-        return answers
-
     def records(self, step: int) -> Iterator[Record]:
-        """Reads the records of a step whose checksums match; reports the number of damaged records once per file."""
-        for name in self.files.get(step, ()):
-            if not name.endswith(".parquet"):
-                found = read_frames(self.folder / name)
-                if found.damaged:
-                    self.say_once(name, f"{found.damaged} records of {name} are ignored")
-                yield from found.records
+        """Reads the sound records of a step, those of its rollouts first; says of each file once what it ignores of it."""
+        for name in sorted(self.files.get(step, ()), key=lambda name: not name.endswith(".parquet")):
+            if name.endswith(".parquet"):
+                yield from self.of_rollouts(self.folder / name)
+                continue
+            found = read_frames(self.folder / name)
+            if found.damaged:
+                self.say_once(name, f"{found.damaged} records of {name} are ignored")
+            yield from found.records
 
-    def tables(self, step: int) -> Iterator[tuple[Samples, Stamp]]:
-        """Reads the rollout files of a step that earlier attempts had trained, one by one; reports each damaged file once."""
-        for name in self.files.get(step, ()):
-            for part in parts_of(self.folder / name) if name.endswith(".parquet") else ():
-                found = read_part(part)
-                if found is None:
-                    file = str(part.relative_to(self.folder))
-                    self.say_once(file, f"{file} is ignored")
-                else:
-                    yield found
+    def of_rollouts(self, path: Path) -> Iterator[Record]:
+        """Reads the rollouts of a step that an earlier attempt had trained, as the answers and rewards that they were."""
+        judge, columns, groups = "", dict[str, str](), dict[int, list[Sample]]()
+        for part in parts_of(path):
+            found = read_part(part)
+            if found is None:
+                file = str(part.relative_to(self.folder))
+                self.say_once(file, f"{file} is ignored")
+                continue
+            samples, stamp = found
+            judge, columns = stamp["judge"], {**columns, **stamp["columns"]}
+            for sample in samples:
+                yield answer_of(sample, stamp)
+                groups.setdefault(sample.group_id, []).append(sample)
+        for group_id, own in groups.items():  # several processes may have trained the samples of a group
+            own.sort(key=lambda sample: sample.sample_index)
+            of = digest_of(judge, columns.get(str(group_id), ""), own)
+            yield Rewards(group_id=group_id, of=of, samples=list(map(rewards_of, own)))
 
     def say_once(self, file: str, what: str) -> None:
         """Reports a problem with a file the first time the file is read, and not again."""
@@ -253,14 +255,14 @@ class Journal:
         Takes all rewards of a call from the journal or none, because the number of tolerated failures depends on how many samples
         are scored together.
         """
-        known = self.scored(step, groups) if step in self.files else {}
+        known = self.scored(step, groups)
         if len(known) == len(groups):
             return [known[group.group_id] for group in groups]
         fresh = scorer(list(groups))
         records = [
             Rewards(
                 group_id=group.group_id,
-                of=digest_of(self.judge, group, group.samples),
+                of=self.judged(group),
                 samples=list(map(rewards_of, scored.samples)),
             )
             for group, scored in zip(groups, fresh, strict=True)
@@ -270,28 +272,20 @@ class Journal:
 
     def scored(self, step: int, groups: Sequence[Group]) -> dict[int, Group]:
         """Returns the groups that earlier attempts have scored, by group id; groups without samples count as scored."""
-        by_id = {group.group_id: group for group in groups}
-        of = {group_id: digest_of(self.judge, group, group.samples) for group_id, group in by_id.items()}
+        of = {group.group_id: self.judged(group) for group in groups} if step in self.files else {}
         known: dict[int, Sequence[Mapping[str, Any]]] = {group.group_id: () for group in groups if not group.samples}
-        stored: dict[int, list[Sample]] = {}
-        for samples, stamp in self.tables(step):
-            columns = stamp["columns"] if stamp["judge"] == self.judge else {}
-            same = {one for one, group in by_id.items() if columns.get(str(one)) == columns_digest(group.prompt)}
-            for row, group_id in enumerate(samples.group_id.tolist()):
-                if group_id in same:
-                    stored.setdefault(group_id, []).append(samples[row])
-        for group_id, found in stored.items():
-            found.sort(key=lambda sample: sample.sample_index)
-            if digest_of(self.judge, by_id[group_id], found) == of[group_id]:
-                known[group_id] = [rewards_of(sample) for sample in found]
         for record in self.records(step):
             if isinstance(record, Rewards) and of.get(record.group_id) == record.of:
                 known[record.group_id] = record.samples
         scored = {}
-        for group_id, rewards in known.items():
-            pairs = zip(by_id[group_id].samples, rewards, strict=True)
-            scored[group_id] = replace(by_id[group_id], samples=tuple(replace(sample, **got) for sample, got in pairs))
+        for group in groups:
+            if group.group_id in known:
+                pairs = zip(group.samples, known[group.group_id], strict=True)
+                scored[group.group_id] = replace(group, samples=tuple(replace(sample, **rewards) for sample, rewards in pairs))
         return scored
+
+    def judged(self, group: Group) -> str:
+        return digest_of(self.judge, columns_digest(group.prompt), group.samples)
 
     def append(self, step: int, *records: Record) -> None:
         """Appends records to this process's file of `step`; does nothing once the journal is closed. Raises CheckpointError."""
@@ -318,7 +312,7 @@ class Journal:
 
     def stamp(self, rollout: Rollout, sampling: Sampling) -> Stamp:
         """Returns the metadata that `found` and `score` need in order to reuse the samples of a step from its rollout files."""
-        versions = sorted(set(rollout.samples.spans[:, 3].tolist()))
+        versions = np.unique(rollout.samples.spans.values[:, 2]).tolist()
         return {
             "engine": self.engine,
             "sampling": digest(sampling),

@@ -5,8 +5,9 @@ compress well. Pages carry checksums. The file's metadata holds what the journal
 """
 
 import json
+import math
 import zlib
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from rlgen.files import whole_file
-from rlgen.types import Ragged, Samples, end_of_talk
+from rlgen.types import Prompt, Ragged, Samples, end_of_talk
 
 TOKENS = ("prompt_ids", "completion_ids", "sampler_logp", "policy_logp")  # columns of int32 or float32
 SPAN = pa.struct([(name, pa.int32()) for name in ("start", "stop", "version")])
@@ -120,14 +121,14 @@ def table(rollout: Rollout, rows: slice, texts: Mapping[str, pa.Array]) -> pa.Ta
         "policy_logp": lists(rollout.policy_logp, rows, empty_is_null=True),
         "loss_mask": lists(s.loss_mask, rows),
         "weight_version": pa.array(s.weight_version[rows].astype(np.int32)),
-        "spans": span_lists(s.spans, rows),
+        "spans": pa.array([s.spans_of(row) for row in range(rows.start, rows.stop)], pa.list_(SPAN)),
         "seed": pa.array(s.seed[rows]),
         "cached_tokens": pa.array(s.cached_tokens[rows].astype(np.int32)),
     }
     return pa.table({name: column for name, column in fixed.items() if name != "rewards" or s.labels})
 
 
-# Columns that every file has; a column of the data set with one of these names is renamed (`columns.free_name`).
+# Columns that every file has; a column of the data set with one of these names is renamed (`free_name`).
 FIXED = frozenset(
     [
         *("step", "group_id", "sample_index", "prompt", "completion", "finish_reason", "reward", "rewards", "reward_errors"),
@@ -147,20 +148,95 @@ def has_turns(names: Container[str]) -> bool:
 DERIVED = frozenset(["prompt", "completion", "policy_logp", "loss_mask"])  # columns that the journal does not read
 
 
+LOOKED_AT = 256  # number of prompts that decide the column types
+
+
+@dataclass(frozen=True, slots=True)
+class DataColumns:
+    """Names and types of the data set's columns, derived from the first prompts and therefore the same in every process."""
+
+    names: Mapping[str, str]  # name in the file, by name in the data set
+    types: Mapping[str, pa.DataType | None]  # by name in the data set; None: JSON text
+
+    @classmethod
+    def of(cls, prompt_at: Callable[[int], Prompt], taken: frozenset[str] = FIXED) -> "DataColumns":
+        """Derives names and types from the first `LOOKED_AT` prompts of the data order.
+
+        Args:
+            taken: names of the file's own columns.
+        """
+        rows = [prompt_at(position).columns for position in range(LOOKED_AT)]
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        arrays = {name: typed([row.get(name) for row in rows], None) for name in names}
+        types = {name: None if array is None else array.type for name, array in arrays.items()}
+        return cls({name: free_name(name, names, taken) for name in names}, types)
+
+    def arrays(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, pa.Array]:
+        """Returns the columns of some rows as Arrow arrays, by name in the file."""
+        return {named: self._array([row.get(name) for row in rows], self.types[name]) for name, named in self.names.items()}
+
+    @staticmethod
+    def _array(values: Sequence[Any], kind: pa.DataType | None) -> pa.Array:
+        if kind is not None and (array := typed(values, kind)) is not None:
+            return array
+        other = None if kind is None else typed(values, None)
+        # If the first prompts held only None, or only integers, the type found here can still be merged with theirs.
+        if other is not None and (pa.types.is_null(kind) or (pa.types.is_integer(kind) and pa.types.is_floating(other.type))):
+            return other
+        return pa.array([as_text(value) for value in values], pa.string())
+
+
+def free_name(name: str, names: Sequence[str], taken: frozenset[str] = FIXED) -> str:
+    """Returns the name of a column in the file: a data column `step` becomes `data_step`, because the file has its own `step`."""
+    if name not in taken:
+        return name
+    named = f"data_{name}"
+    while named in taken or named in names:
+        named = f"data_{named}"
+    return named
+
+
+def typed(values: Sequence[Any], kind: pa.DataType | None) -> pa.Array | None:
+    """Returns the values as an array of type `kind` (None: inferred); None if the array would not return the same values."""
+    try:
+        array = pa.array(values, kind)
+        pq.write_table(pa.table({"": array.slice(0, 0)}), pa.BufferOutputStream())  # Parquet cannot store every Arrow type
+        return array if all(map(same, array.to_pylist(), values)) else None
+    except (*UNREADABLE, UnicodeError, RecursionError):
+        return None
+
+
+def same(left: Any, right: Any) -> bool:
+    """Returns whether two values are equal after storage: lists equal tuples, 1 equals 1.0, and NaN equals NaN."""
+    if isinstance(left, list) and isinstance(right, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, dict) and isinstance(right, Mapping):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, float) and isinstance(right, float) and math.isnan(left):
+        return math.isnan(right)
+    return isinstance(left, bool) == isinstance(right, bool) and bool(left == right)
+
+
+def as_text(value: Any) -> str | None:
+    """Returns a value as JSON, with `repr` for types that JSON lacks; None stays None."""
+    return None if value is None else json.dumps(value, default=repr)
+
+
+def as_json(table: pa.Table, names: Sequence[str]) -> pa.Table:
+    """Returns the table with the named columns converted to JSON text."""
+    for name in names:
+        if name in table.column_names and table.schema.field(name).type != pa.string():
+            values = [as_text(value) for value in table[name].to_pylist()]
+            table = table.set_column(table.schema.get_field_index(name), name, pa.array(values, pa.string()))
+    return table
+
+
 def lists(ragged: Ragged, rows: slice, empty_is_null: bool = False) -> pa.Array:
     """Converts rows of unequal lengths to an Arrow list array, without copying the values."""
     offsets = ragged.offsets[rows.start : rows.stop + 1]
     values = pa.array(ragged.values[offsets[0] : offsets[-1]])
     mask = pa.array(np.diff(offsets) == 0) if empty_is_null else None
     return pa.ListArray.from_arrays(pa.array((offsets - offsets[0]).astype(np.int32)), values, mask=mask)
-
-
-def span_lists(spans: NDArray[np.int64], rows: slice) -> pa.Array:
-    """Returns the spans of each row as a list array, from `Samples.spans`."""
-    edges = spans[:, 0].searchsorted(np.arange(rows.start, rows.stop + 1))
-    offsets = (edges - edges[0]).astype(np.int32)
-    fields = [pa.array(spans[edges[0] : edges[-1], place].astype(np.int32)) for place in (1, 2, 3)]
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.StructArray.from_arrays(fields, fields=list(SPAN)))
 
 
 def by_label(labels: Sequence[str], rewards: NDArray[np.float64]) -> pa.Array:
@@ -171,20 +247,10 @@ def by_label(labels: Sequence[str], rewards: NDArray[np.float64]) -> pa.Array:
 
 def leaves(schema: pa.Schema) -> list[str]:
     """Returns the paths of the physical columns of a file, such as "prompt_ids.list.element"."""
-
-    def below(path: str, kind: pa.DataType) -> Iterator[str]:
-        if pa.types.is_struct(kind):
-            for field in kind:
-                yield from below(f"{path}.{field.name}", field.type)
-        elif pa.types.is_map(kind):
-            yield from below(f"{path}.key_value.key", kind.key_type)
-            yield from below(f"{path}.key_value.value", kind.item_type)
-        elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
-            yield from below(f"{path}.list.element", kind.value_type)
-        else:
-            yield path
-
-    return [path for field in schema for path in below(field.name, field.type)]
+    sink = pa.BufferOutputStream()
+    pq.write_table(schema.empty_table(), sink)
+    physical = pq.ParquetFile(pa.BufferReader(sink.getvalue())).schema
+    return [physical.column(place).path for place in range(len(physical))]
 
 
 def checksum(samples: Samples, stamp: Stamp) -> int:
@@ -199,7 +265,8 @@ def checksum(samples: Samples, stamp: Stamp) -> int:
     for ragged in (samples.prompt_ids, samples.completion_ids, samples.sampler_logp):
         crc = zlib.crc32(np.ascontiguousarray(ragged.offsets).data, crc)
         crc = zlib.crc32(np.ascontiguousarray(ragged.values).data, crc)
-    columns = (samples.group_id, samples.sample_index, samples.spans, samples.truncated, samples.seed, samples.cached_tokens)
+    spans = np.column_stack([np.repeat(np.arange(len(samples)), samples.spans.lengths), samples.spans.values])
+    columns = (samples.group_id, samples.sample_index, spans, samples.truncated, samples.seed, samples.cached_tokens)
     for column in (*columns, rewards, reward):
         crc = zlib.crc32(np.ascontiguousarray(column).data, crc)
     return crc
@@ -252,7 +319,7 @@ def samples_of(columns: pa.Table) -> Samples:
     messages = [last_left_out(text) for text in column("messages").to_pylist()] if "messages" in names else []
     counts = [dict(pairs) for pairs in column("tool_counts").to_pylist()] if "tool_counts" in names else []
     spans = column("spans")
-    edges = spans.offsets.to_numpy()
+    edges = spans.offsets.to_numpy().astype(np.int64)
     fields = [field.to_numpy()[edges[0] : edges[-1]].astype(np.int64) for field in spans.values.flatten()]
     rewards = {}
     if "rewards" in names:
@@ -265,7 +332,7 @@ def samples_of(columns: pa.Table) -> Samples:
         prompt_ids=ragged("prompt_ids"),
         completion_ids=ragged("completion_ids"),
         sampler_logp=ragged("sampler_logp"),
-        spans=np.column_stack([np.repeat(np.arange(len(columns)), np.diff(edges)), *fields]).astype(np.int64).reshape(-1, 4),
+        spans=Ragged(np.column_stack(fields), edges - edges[0]),
         truncated=numbers("finish_reason", object) == "length",
         seed=numbers("seed", np.int64),
         cached_tokens=numbers("cached_tokens", np.int64),

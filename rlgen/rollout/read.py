@@ -8,8 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlgen.errors import CheckpointError
-from rlgen.rollout.columns import as_json
-from rlgen.rollout.parquet import UNREADABLE, parts_of
+from rlgen.rollout.parquet import UNREADABLE, as_json, parts_of
 
 
 def rollout_steps(folder: Path) -> list[int]:

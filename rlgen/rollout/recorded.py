@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rlgen.rollout.frames import Answer, asked_digest, digest
-from rlgen.rollout.journal import Journal, answer_of, is_start, rewards_of, step_of
+from rlgen.rollout.journal import Journal, is_start, step_of
 from rlgen.rollout.parquet import parts_of, read_part
 from rlgen.rollout.sample import sample_of, sample_seed
 from rlgen.types import Prompt, Samples, Sampling
@@ -27,12 +27,10 @@ def is_recorded(run: Path, step: int) -> bool:
 
 
 def rollouts_of(run: Path, step: int) -> Path:
-    """Returns the path of a step's rollouts."""
     return run / "rollouts" / f"step_{step:06d}.parquet"
 
 
 def journal_of(run: Path, step: int) -> list[str]:
-    """Returns the names of the journal's files of a step."""
     files = sorted((run / "journal").glob(f"*_{step:06d}.*"))
     return [file.name for file in files if step_of(file) == step and not is_start(file)]
 
@@ -77,7 +75,13 @@ def from_journal(
     journal = Journal(
         folder=run / "journal", rank=0, engine="", judge="", say=say, files={step: journal_of(run, step)}, closed=True
     )
-    answers, rewarded = read(journal, step)
+    answers: dict[int, dict[int, Answer]] = {}  # the newest ones, by group id and sample index
+    rewarded: dict[int, Rewarded] = {}  # the newest ones, by group id
+    for record in journal.records(step):
+        if isinstance(record, Answer):
+            answers.setdefault(record.group_id, {})[record.sample_index] = record
+        else:
+            rewarded[record.group_id] = record.samples
     with_these, samples = digest(sampling), []
     for group_id in sorted(rewarded):
         prompt = prompt_at(group_id)
@@ -90,21 +94,3 @@ def from_journal(
             if answer.asked == asked_digest(prompt.prompt_ids, seed, with_these):  # else the data or the tokenizer have changed
                 samples.append(replace(sample_of(prompt, answer.sample_index, seed, completion, text=""), **given))
     return Samples.of(samples, labels)
-
-
-def read(journal: Journal, step: int) -> tuple[dict[int, dict[int, Answer]], dict[int, Rewarded]]:
-    """Returns the newest answers of a step, by group id and sample index, and the newest rewards of each group, by group id."""
-    answers: dict[int, dict[int, Answer]] = {}
-    rewarded: dict[int, Rewarded] = {}
-    for samples, stamp in journal.tables(step):
-        of_group: dict[int, list[Mapping[str, Any]]] = {}
-        for sample in map(samples.__getitem__, range(len(samples))):
-            answers.setdefault(sample.group_id, {})[sample.sample_index] = answer_of(sample, stamp)
-            of_group.setdefault(sample.group_id, []).append(rewards_of(sample))
-        rewarded |= of_group
-    for record in journal.records(step):
-        if isinstance(record, Answer):
-            answers.setdefault(record.group_id, {})[record.sample_index] = record
-        else:
-            rewarded[record.group_id] = record.samples
-    return answers, rewarded

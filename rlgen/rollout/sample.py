@@ -42,8 +42,7 @@ def rollout(
     if dialogue is None:
         completions = engine.generate(requests, sampling)
     else:
-        places = [(prompt, index) for prompt in prompts for index in range(group_size)]
-        talks = Conversations(dialogue, places, requests, sampling, version, version)
+        talks = Conversations(dialogue, in_request_order(prompts, group_size), requests, sampling, version, version)
         completions = talks.sampled(lambda: engine.generate(requests, sampling, talks.finished, talks.further))
     check_answers(requests, completions, sampling, version, joined=dialogue is not None)
     return groups_of(prompts, requests, completions, sampling, tokenizer)
@@ -53,9 +52,13 @@ def requests_for(prompts: Sequence[Prompt], group_size: int, run_seed: int) -> l
     """Returns the requests of all prompts; those of one prompt are contiguous, in the order of the sample index."""
     return [
         Request(prompt_ids=prompt.prompt_ids, seed=sample_seed(run_seed, prompt.position, index), images=prompt.images)
-        for prompt in prompts
-        for index in range(group_size)
+        for prompt, index in in_request_order(prompts, group_size)
     ]
+
+
+def in_request_order(prompts: Sequence[Prompt], group_size: int) -> list[tuple[Prompt, int]]:
+    """Returns prompt and sample index of each request, in the order of `requests_for`."""
+    return [(prompt, index) for prompt in prompts for index in range(group_size)]
 
 
 def groups_of(
@@ -69,8 +72,7 @@ def groups_of(
 
     Raises SentinelError if nothing ended a completion of which the engine says so.
     """
-    group_size = len(requests) // max(1, len(prompts))
-    places = [(prompt, index) for prompt in prompts for index in range(group_size)]
+    places = in_request_order(prompts, len(requests) // max(1, len(prompts)))
     samples: dict[int, list[Sample]] = {prompt.position: [] for prompt in prompts}
     for (prompt, index), request, completion in zip(places, requests, completions, strict=True):
         text = completion_text(tokenizer, completion, sampling.stop_ids)

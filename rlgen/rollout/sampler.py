@@ -1,23 +1,149 @@
-"""Sampling of a run's rollouts, step by step: requests -> engine -> checks -> groups."""
+"""Sampling of a run's rollouts, step by step, perhaps ahead of the training: requests -> engine -> checks -> groups."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from rlgen.engines.base import Engine
+from rlgen.engines.base import Engine, Finished, Pending, Submit
 from rlgen.engines.further import FollowUpQueue
 from rlgen.errors import SentinelError
-from rlgen.rollout.ahead import Ahead
 from rlgen.rollout.answers import check_answers
-from rlgen.rollout.call import Call
 from rlgen.rollout.conversations import Conversations, Dialogue
 from rlgen.rollout.custom import CustomRollout
 from rlgen.rollout.journal import Journal
-from rlgen.rollout.sample import groups_of, requests_for
+from rlgen.rollout.sample import groups_of, in_request_order, requests_for
 from rlgen.types import Completion, Group, Prompt, Request, Sampling
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Call:
+    """The requests of one step, split into those that the journal answers and those that go to the engine.
+
+    Each answer of the engine is written to the journal as soon as it arrives (`answered`).
+    """
+
+    step: int
+    prompts: Sequence[Prompt]
+    requests: Sequence[Request]  # as `requests_for` returns them
+    sampling: Sampling
+    oldest: int  # version of the weights that may have sampled
+    journal: Journal
+    found: Mapping[int, Completion]  # by index into `requests`
+    asked: Sequence[int]  # indices into `requests`
+    # Called when the engine has answered all requests of a prompt: with this call, the prompt, its requests and their answers.
+    prompt_answered: Callable[["Call", Prompt, Sequence[Request], Sequence[Completion]], None] | None = None
+    talks: Conversations | None = None  # of the requests of `asked`; None: their completions are one turn
+    further: FollowUpQueue | None = None  # requests that may join those of `asked`, and by which they can be given up
+    _arrived: dict[int, Completion] = field(default_factory=dict)  # by index into `requests`, of prompts that miss some
+
+    @property
+    def to_engine(self) -> list[Request]:
+        return [self.requests[place] for place in self.asked]
+
+    @property
+    def hooks(self) -> tuple[Finished] | tuple[Finished, FollowUpQueue]:
+        """Returns what the engine is given together with the requests."""
+        finished = self.answered if self.talks is None else self.talks.finished
+        return (finished,) if self.further is None else (finished, self.further)
+
+    def sampled(self, engine: Callable[[], Sequence[Completion]]) -> Sequence[Completion]:
+        """Has the engine answer, turn by turn where there are conversations, and returns the completions of `asked`."""
+        return engine() if self.talks is None else self.talks.sampled(engine)
+
+    def answered(self, number: int, completion: Completion) -> None:
+        """Handles the engine's answer to the request `asked[number]`, perhaps from another thread."""
+        place, size = self.asked[number], len(self.requests) // len(self.prompts)
+        which, index = divmod(place, size)
+        prompt = self.prompts[which]
+        if place not in self.found:
+            self.journal.answered(self.step, prompt.position, index, self.requests[place], self.sampling, completion)
+        if self.prompt_answered is not None:
+            self._arrived[place] = completion
+            group = range(which * size, (which + 1) * size)
+            if all(one in self._arrived for one in group):
+                answers = [self._arrived.pop(one) for one in group]
+                self.prompt_answered(self, prompt, [self.requests[one] for one in group], answers)
+
+    def completions(self, answers: Sequence[Completion]) -> list[Completion]:
+        """Returns the completions of all requests: the engine's `answers`, and those of the journal, which win."""
+        of_place = {**dict(zip(self.asked, answers, strict=True)), **self.found}
+        return [of_place[place] for place in range(len(self.requests))]
+
+
+MakeCall = Callable[[int, Sequence[Prompt], int], Call]  # of a step, its prompts, and the oldest version that may have sampled
+
+
+@dataclass(slots=True, kw_only=True)
+class Ahead:
+    """The calls to the engine for steps that are not trained yet.
+
+    The prompts of step s + `steps` go to the engine as soon as the answers of step s are back. They are then sampled by the
+    weights that step s starts from, `steps` versions older than the weights they train, or by newer ones, which the engine gets
+    meanwhile (`in_flight`). Every token carries the version of its weights; the importance weight corrects for the difference.
+    The first steps of a run are asked for at once.
+
+    A resumed run takes the answers of an earlier attempt from the journal. There, weights that are newer than the present ones
+    may have sampled a part of a step. Such a step is submitted only when this attempt has reached these weights: what had been
+    trained is then trained again to the last bit.
+    """
+
+    submit_to: Submit
+    prompts_of: Callable[[int], Sequence[Prompt]]  # the prompts of this engine, by step; empty after the last step
+    steps: int  # whose requests may be under way while one trains; with 2 and more `in_flight` must hold
+    max_staleness: int  # versions; samples with an older token are dropped
+    in_flight: bool  # weights may change while requests are being decoded
+    journal: Journal
+    pending: dict[int, tuple[Call, Pending | None]] = field(default_factory=dict)  # None: the journal has all answers
+
+    def take(self, step: int, make_call: MakeCall) -> tuple[Call, Sequence[Completion]]:
+        """Waits for the call of `step`, and submits those after it. Returns it with the engine's answers. Raises its error."""
+        version = step - 1
+        if step not in self.pending:
+            self.submit(step, make_call)
+            if step > 1 and not self.in_flight and (late := len(self.pending[step][0].asked)):
+                self.journal.say(
+                    f"journal: {late} answers of step {step} are missing: weights of version {version} sample them, not earlier"
+                    " ones as in an uninterrupted run"
+                )
+        self.fill(range(step + 1, step + self.steps), version, make_call)
+        call, pending = self.pending[step]
+        answers = call.sampled(pending.result) if pending is not None else []
+        del self.pending[step]  # not earlier: an interrupt during the wait saves a checkpoint, which needs the pending call
+        self.fill(range(step + 1, step + 1 + self.steps), version, make_call)
+        return call, answers
+
+    def fill(self, steps: Iterable[int], version: int, make_call: MakeCall) -> None:
+        """Submits those of `steps` that are not under way, and have no journal answers from weights newer than `version`."""
+        for step in steps:
+            if step not in self.pending and self.journal.newest_version(step) <= version:
+                self.submit(step, make_call)
+
+    def submit(self, step: int, make_call: MakeCall) -> None:
+        """Submits the requests of `step` to the engine, which answers in the background; does nothing after the last step."""
+        if prompts := self.prompts_of(step):
+            call = make_call(step, prompts, 0)
+            self.pending[step] = call, self.submit_to(call.to_engine, call.sampling, *call.hooks) if call.asked else None
+
+    def drain(self) -> None:
+        """Waits for the submitted requests. An error is not raised here but in `take`."""
+        for _, pending in self.pending.values():
+            if pending is not None:
+                pending.exception()
+
+    def flush(self, done: int) -> None:
+        """Waits until the journal holds all answers for step `done` + 1, and flushes it.
+
+        Older weights sampled these answers, so they cannot be sampled again after a resume. Requests to the weights that the
+        checkpoint contains can be repeated. Nothing is waited for if the weights change under the requests (`in_flight`): there
+        are always some under way, and which weights sample an answer depends on timing in any case.
+        """
+        _, pending = self.pending.get(done + 1, (None, None))
+        if pending is not None and not self.in_flight:
+            pending.exception()
+        for step in range(done + 1, done + 1 + self.steps):
+            self.journal.flush(step)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,13 +187,25 @@ class Sampler:
     def call(self, step: int, prompts: Sequence[Prompt], oldest: int) -> Call:
         """Builds the requests of `step`. Weights from version `oldest` on may have sampled the answers of the journal."""
         requests = requests_for(prompts, self.group_size, self.run_seed)
-        call = Call.of(step, prompts, requests, self.sampling, oldest, self.journal, self.all_or_none)
+        places = in_request_order(prompts, self.group_size)
+        found = self.journal.found(step, [(prompt.position, index) for prompt, index in places], requests, self.sampling, oldest)
+        missing = [place for place in range(len(requests)) if place not in found]
+        call = Call(
+            step=step,
+            prompts=prompts,
+            requests=requests,
+            sampling=self.sampling,
+            oldest=oldest,
+            journal=self.journal,
+            found=found,
+            asked=range(len(requests)) if missing and self.all_or_none else missing,
+        )
         # What an earlier attempt has of a step may be its rewards, too: they are looked up when all of the step is there.
         if self.group_finished is not None and step not in self.journal.files:
-            call.prompt_answered = partial(self.tell, self.group_finished)
+            call.prompt_answered = self.tell
         if self.dialogue is not None and call.asked:
-            places = [(prompts[place // self.group_size], place % self.group_size) for place in call.asked]
-            call.talks = Conversations(self.dialogue, places, call.to_engine, self.sampling, step - 1, oldest, call.answered)
+            asked = [places[place] for place in call.asked]
+            call.talks = Conversations(self.dialogue, asked, call.to_engine, self.sampling, step - 1, oldest, call.answered)
             call.further = call.talks.further
         elif self.interruptible:
             call.further = FollowUpQueue()
@@ -95,18 +233,12 @@ class Sampler:
         joined, free = self.dialogue is not None, self.custom is not None
         check_answers(requests, answers, self.sampling, call.step - 1, call.oldest, joined, free)
 
-    def tell(
-        self,
-        group_finished: Callable[[int, Group], None],
-        call: Call,
-        prompt: Prompt,
-        requests: Sequence[Request],
-        answers: Sequence[Completion],
-    ) -> None:
+    def tell(self, call: Call, prompt: Prompt, requests: Sequence[Request], answers: Sequence[Completion]) -> None:
         """Passes on the group of a prompt whose answers are all there."""
         with suppress(SentinelError):  # `answered` raises it when the whole step is there
             self.check(call, requests, answers)
-            group_finished(call.step, *groups_of([prompt], requests, answers, self.sampling, self.tokenizer))
+            if self.group_finished is not None:
+                self.group_finished(call.step, *groups_of([prompt], requests, answers, self.sampling, self.tokenizer))
 
     def give_up(self, error: BaseException) -> None:
         """Makes the call to the engine in another thread, running or about to begin, raise `error` at its next decode step."""

@@ -71,7 +71,6 @@ class RowTable:
 
     @classmethod
     def join(cls, tables: Sequence["RowTable"]) -> "RowTable":
-        """Concatenates tables of the same rewards, in their order."""
         columns = [one.name for one in fields(cls) if one.name != "labels"]
         return cls(
             labels=tables[0].labels,
@@ -82,7 +81,6 @@ class RowTable:
         return len(self.group_id)
 
     def take(self, rows: NDArray[np.int64] | NDArray[np.bool_]) -> "RowTable":
-        """Returns the rows at these indices, or where a boolean mask is true."""
         columns = [one.name for one in fields(self) if one.name != "labels"]
         return replace(self, **{name: getattr(self, name)[rows] for name in columns})
 

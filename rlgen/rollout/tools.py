@@ -36,12 +36,10 @@ class ToolTurns:
 
     @property
     def digest(self) -> str:
-        """Returns the digest of the tools, their calls' format and the chat template."""
         return self.suffixes.digest(self.box.digest, self.format)
 
     @property
     def code(self) -> Mapping[str, str | None]:
-        """Returns the SHA-256 of each tool's code, by "tools/NAME"."""
         return {
             f"tools/{one.label}": fact.sha256 for one, fact in zip(self.box.entries, self.box.calls.pools[0].facts(), strict=True)
         }
@@ -115,7 +113,6 @@ class ToolTurns:
         """Does nothing: tools remember no conversation."""
 
     def close(self) -> None:
-        """Ends the tools' processes."""
         self.box.close()
 
 

@@ -19,9 +19,9 @@ it is complete. Before a run resumes from a checkpoint, every byte is compared w
 """
 
 import shutil
-import time
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +32,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-import rlgen
 from rlgen.errors import CheckpointError
 from rlgen.files import appears, read_json
 from rlgen.models.lora import is_adapted, load_adapter
@@ -43,7 +42,6 @@ from rlgen.run.clock import Clock
 from rlgen.run.manifest import differences, read_manifest
 from rlgen.run.state import (
     Room,
-    is_sharded,
     load_optimizer,
     load_shards,
     load_weights,
@@ -54,7 +52,7 @@ from rlgen.run.state import (
     set_random,
     stored_tensors,
 )
-from rlgen.run.writing import Writer, random_name, written_as
+from rlgen.run.writing import Writer, random_name
 from rlgen.types import Position
 
 LOOK = 0.1  # seconds between two looks whether all processes have written their part
@@ -72,40 +70,29 @@ def little_space(folder: Path, model: PreTrainedModel) -> str | None:
     )
 
 
+@dataclass(slots=True)
 class Checkpoints:
     """Saves and loads the checkpoints of one run, and keeps the newest `keep`.
 
     All processes save and load together; the main process writes the manifest and renames the folder.
-
-    Args:
-        base: digest of the frozen weights under an adapter. No checkpoint contains them, so they must not change.
-        held: digest of this process's shards of them; None: they are not sharded, and `base` is that digest.
-        trainer: kind of the trainer, stored in each manifest.
-
-    `pinned` is the step of the checkpoint that is never removed, which changes in the course of a run; None: there is none.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        keep: int,
-        processes: Processes,
-        base: str | None = None,
-        trainer: str | None = None,
-        held: str | None = None,
-    ) -> None:
-        self.folder = CheckpointFolder(folder)
-        self.keep = keep
-        self.processes = processes
-        self.base = base
-        self.held = base if held is None else held
-        self.trainer = trainer
-        self.pinned: int | None = None
-        self._room = Room()
-        self.tokenizer: PreTrainedTokenizerBase | None = None
-        self.processor: ProcessorMixin | None = None
-        self._writer: Writer | None = None  # of the save that is going on
-        self._longest = 0.0  # seconds
+    root: Path
+    keep: int
+    processes: Processes
+    base: str | None = None  # digest of the frozen weights under an adapter: no checkpoint has them, so they must not change
+    trainer: str | None = None  # kind of the trainer, stored in each manifest
+    held: str | None = None  # digest of this process's shards of the frozen weights; None: they are not sharded
+    pinned: int | None = None  # step of the checkpoint that is not removed, which changes in the course of a run; None: none
+    tokenizer: PreTrainedTokenizerBase | None = None
+    processor: ProcessorMixin | None = None
+    _room: Room = field(default_factory=Room)
+    _writer: Writer | None = None  # of the save that is going on
+    _longest: float = 0.0  # seconds
+
+    @property
+    def folder(self) -> CheckpointFolder:
+        return CheckpointFolder(self.root)
 
     def oldest(self) -> int:
         """Returns the step of the oldest checkpoint that is kept; 0 if there is none.
@@ -118,9 +105,6 @@ class Checkpoints:
 
     def newest(self) -> int:
         return max(self.folder.steps(), default=0)
-
-    def has(self, step: int) -> bool:
-        return self.folder.has(step)
 
     def choose(self, step: int | None = None) -> Choice:
         """Returns the checkpoint to resume from, see `CheckpointFolder.choose`. Call it in the main process only.
@@ -161,24 +145,14 @@ class Checkpoints:
         clock, processes = Clock(), self.processes
         moments = optimizer_tensors(model, optimizer)
         draws = processes.gather([random_tensors()])
-        processes.on_main(partial(self._begin, at.step))
+        processes.on_main(partial(self.folder.begin, at.step))
         self._writer = processes.run_all(
             lambda: Writer(
                 checkpoints=self,
                 model=model,
                 at=at,
                 schedule=deepcopy(schedule.state_dict()),
-                facts={
-                    "step": at.step,
-                    "time": time.time(),
-                    "rlgen": rlgen.__version__,
-                    "trainer": self.trainer,
-                    "processes": processes.world,
-                    "model": model_facts(model),
-                },
                 draws=draws,
-                adapted=is_adapted(model),
-                sharded=is_sharded(model) and not is_adapted(model),
                 weights=self._room.weights(model, processes.is_main),
                 moments=self._room.moments(moments, processes.is_main),
                 settle=settle,
@@ -190,12 +164,6 @@ class Checkpoints:
             self.processor = deepcopy(processor)
         self._writer.start()
         return self._writer.final
-
-    def _begin(self, step: int) -> None:
-        aside = self.folder.unfinished(step)
-        with written_as(self.folder.path(step)):
-            shutil.rmtree(aside, ignore_errors=True)
-            (aside / "state").mkdir(parents=True)
 
     def complete(self, wait: bool) -> bool:
         """Returns whether a save has been completed since the last call. All processes must call this together.
@@ -247,26 +215,15 @@ class Checkpoints:
             return f"the checkpoint of step {writer.at.step} was not written: {error}"
         return None
 
-    @staticmethod
-    def load(
-        path: Path,
-        model: PreTrainedModel,
-        optimizer: Optimizer,
-        schedule: LRScheduler,
-        processes: Processes,
-        base: str | None = None,
-    ) -> Position:
-        """Loads weights, optimizer, schedule and random states from `path`, whose bytes `choose` has compared with their hashes.
 
-        `base` is the digest of the frozen weights under an adapter, which is computed if it is None. Raises CheckpointError if
-        the checkpoint is damaged, or of another model or version of rlgen.
-        """
-        return processes.run_all(lambda: load_parts(path, model, optimizer, schedule, processes.rank, base))
-
-
-def load_parts(
-    path: Path, model: PreTrainedModel, optimizer: Optimizer, schedule: LRScheduler, rank: int, base: str | None
+def load_checkpoint(
+    path: Path, model: PreTrainedModel, optimizer: Optimizer, schedule: LRScheduler, rank: int = 0, base: str | None = None
 ) -> Position:
+    """Loads weights, optimizer, schedule and random states from `path`, whose bytes `choose` has compared with their hashes.
+
+    `base` is the digest of the frozen weights under an adapter, which is computed if it is None. Raises CheckpointError if the
+    checkpoint is damaged, or of another model or version of rlgen. Uses no collectives.
+    """
     try:
         check_fit(path, model, None)
         state = read_json(path / "state" / "state.json")

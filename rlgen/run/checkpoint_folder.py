@@ -45,9 +45,19 @@ class CheckpointFolder:
         names = ((re.fullmatch(r"step_(\d+)", path.name), path) for path in self.root.glob("step_*"))
         return dict(sorted((int(match[1]), path) for match, path in names if match and path == self.path(int(match[1]))))
 
+    def begin(self, step: int) -> None:
+        """Makes that folder, empty."""
+        with written(self.path(step)):
+            shutil.rmtree(self.unfinished(step), ignore_errors=True)
+            (self.unfinished(step) / "state").mkdir(parents=True)
+
     def has(self, step: int) -> bool:
         """Returns whether a complete checkpoint of `step` exists. Compares file names and sizes, not hashes."""
-        return is_complete(self.path(step))
+        try:
+            check_files(self.path(step), hashes=False)
+        except CheckpointError:
+            return False
+        return True
 
     def choose(self, step: int | None) -> Choice:
         """Returns the newest undamaged checkpoint, or that of `step`, after comparing every byte of it with its SHA-256.
@@ -82,7 +92,7 @@ class CheckpointFolder:
         Checks which ones are complete just before it removes any.
         """
         found = self.steps()
-        kept = [step for step, path in found.items() if is_complete(path)][-keep:]
+        kept = [step for step in found if self.has(step)][-keep:]
         old = [path for step, path in found.items() if kept and step < kept[0] and step != pinned]
         for path in old:
             self.remove(path)
@@ -119,11 +129,3 @@ class CheckpointFolder:
         """Deletes the folders of unfinished saves and removals. Ignores errors: what remains is tried again at the next start."""
         for path in self.leftovers():
             shutil.rmtree(path, ignore_errors=True)
-
-
-def is_complete(path: Path) -> bool:
-    try:
-        check_files(path, hashes=False)
-    except CheckpointError:
-        return False
-    return True

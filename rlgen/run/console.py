@@ -146,8 +146,16 @@ class Console:
 
     def answer(self, text: str) -> None:
         """Prints a message from a signal handler. Bypasses all buffers, because the handler may interrupt any other print."""
-        if not self.terminal.quiet:
-            write_at_once(self.file, text)
+        if self.terminal.quiet:
+            return
+        line = f"{printable(text)}\n"
+        with suppress(OSError, ValueError, RuntimeError):  # RuntimeError: the stream is just being written to
+            if self.file.isatty():
+                line = f"\n{line}"  # after the terminal's ^C
+            try:
+                os.write(self.file.fileno(), line.encode(self.file.encoding, "backslashreplace"))
+            except (AttributeError, ValueError):  # a stream without a descriptor
+                self.file.write(line)
 
 
 class JsonConsole(Console):
@@ -191,18 +199,6 @@ def takes_live_view(stream: TextIO) -> bool:
 def in_notebook() -> bool:
     """Returns whether a notebook runs this program, and has ipywidgets to draw with."""
     return RichConsole().is_jupyter and find_spec("ipywidgets") is not None
-
-
-def write_at_once(stream: TextIO, text: str) -> None:
-    """Writes one line to a stream's descriptor, without its buffers and locks; to a stream without one as usual."""
-    line = f"{printable(text)}\n"
-    with suppress(OSError, ValueError, RuntimeError):  # RuntimeError: the stream is just being written to
-        if stream.isatty():
-            line = f"\n{line}"  # after the terminal's ^C
-        try:
-            os.write(stream.fileno(), line.encode(stream.encoding, "backslashreplace"))
-        except (AttributeError, ValueError):
-            stream.write(line)
 
 
 def evaluation_line(record: Record, steps: int) -> str:

@@ -22,6 +22,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,9 @@ class RunDirectory:
         """
         with written(path):
             path.mkdir(parents=True, exist_ok=True)
-        directory = cls(path, _lock(path))
-        try:
+        with ExitStack() as on_error:
+            directory = cls(path, _lock(path))
+            on_error.callback(directory.close)
             if not _untouched(path):
                 raise UsageError(
                     f"{path} already holds a run; go on with --resume, take another name with --set run.name=… or --run-dir, or"
@@ -94,9 +96,7 @@ class RunDirectory:
             with written(path):
                 if any(directory.logs.iterdir()):
                     directory.cut(0)
-        except BaseException:
-            directory.close()
-            raise
+            on_error.pop_all()
         return directory
 
     @classmethod
@@ -104,12 +104,11 @@ class RunDirectory:
         """Opens the directory of an earlier run, to resume it. Raises UsageError if there is none, or it is running."""
         if not (path / "resolved.yaml").is_file():
             raise UsageError(f"{path} holds no run to resume; leave --resume out to start one")
-        directory = cls(path, _lock(path))
-        try:
+        with ExitStack() as on_error:
+            directory = cls(path, _lock(path))
+            on_error.callback(directory.close)
             directory._prepare()
-        except BaseException:
-            directory.close()
-            raise
+            on_error.pop_all()
         return directory
 
     @classmethod
@@ -140,8 +139,7 @@ class RunDirectory:
         """
         if not path.exists() and not path.is_symlink():
             return
-        why = _not_to_be_cleaned(path)
-        if why:
+        if why := _not_to_be_cleaned(path):
             raise UsageError(f"--clean: {path} {why}; nothing was deleted")
         lock = _lock(path)
         try:
@@ -224,8 +222,7 @@ class RunDirectory:
         append_text(self.metrics, json_line(record))
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        lines = self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else ()
-        return [json.loads(line) for line in lines]
+        return read_records(self.metrics)
 
     def write_nonfinite(self, step: int, verdict: dict[str, Any]) -> Path:
         """Writes which numbers were not finite in a step whose update was skipped, and returns the path of the file."""
@@ -271,11 +268,10 @@ class RunDirectory:
 
     def asked_to_save(self) -> bool:
         """Returns whether the file `save_now` exists, and deletes it without opening it: of a link only the link is removed."""
-        try:
+        with suppress(OSError):  # usually it is not there
             self.save_now.unlink()
             return True
-        except OSError:  # usually it is not there
-            return False
+        return False
 
     def status(self) -> dict[str, Any]:
         return self.look(self.path)

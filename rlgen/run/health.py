@@ -30,22 +30,32 @@ SHOWN = 3  # number of values that are shown in a message
 MOSTLY = ("reward_std",)  # broken by most of the steps: an occasional step in which rewards differ does not help
 
 
+class Sign(NamedTuple):
+    """What a rule says of itself; a metric stands for its value in the record."""
+
+    side: Side
+    value: Metric | Measured
+    what: str
+    remedy: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """One health check: how to read its value from the metrics, which side of the threshold is wrong, and what to do about it."""
 
     name: str
-    side: Side
+    sign: Sign
     value: Measured
     threshold: float
     steps: int
     action: Literal["warn", "stop", "checkpoint_and_stop"]
-    what: str
-    remedy: str
+
+    def is_beyond(self, value: float) -> bool:
+        return BEYOND[self.sign.side](value, self.threshold)
 
     def beyond(self, rows: Rows) -> int:
         """Returns in how many of its last steps the value was beyond the threshold."""
-        return sum(BEYOND[self.side](value, self.threshold) for value in rows.get(self.name, ()))
+        return sum(self.is_beyond(value) for value in rows.get(self.name, ()))
 
     def broken(self, rows: Rows) -> bool:
         needed = self.steps // 2 + 1 if self.name in MOSTLY else self.steps
@@ -56,17 +66,8 @@ class Rule:
         last = ", ".join(f"{value:.3g}" for value in rows[self.name][-SHOWN:])
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         how_long = f"in {self.beyond(rows)} of {steps}" if self.name in MOSTLY else f"for {steps}"
-        beyond = f"{self.side} {self.threshold:g} {how_long}"
-        return f"{self.what} {last}: {beyond}, up to step {step} (health.{self.name}); {self.remedy}"
-
-
-class Sign(NamedTuple):
-    """What a rule says of itself; a metric stands for its value in the record."""
-
-    side: Side
-    value: Metric | Measured
-    what: str
-    remedy: str
+        beyond = f"{self.sign.side} {self.threshold:g} {how_long}"
+        return f"{self.sign.what} {last}: {beyond}, up to step {step} (health.{self.name}); {self.sign.remedy}"
 
 
 def mean_reward(record: Record) -> float | None:
@@ -105,7 +106,7 @@ SIGNS = {
     "reward_failed": Sign("above", failed_rewards, "failed rewards of samples", "the first traceback is in the log"),
     "unscored": Sign(
         "at or above",
-        Metric.REWARD_UNSCORED,  # as a share of the samples of a step, see `measured`
+        Metric.REWARD_UNSCORED,  # as a share of the samples of a step, see `value_of`
         "share of samples without a reward",
         "a reward returned None, as a function without `return` does, or failed: try it with `rlgen rewards test`",
     ),
@@ -139,7 +140,7 @@ SIGNS = {
     ),
     "length": Sign(
         "above",
-        Metric.COMPLETIONS_MEAN_TOKENS,  # as a share of the limit, see `measured`
+        Metric.COMPLETIONS_MEAN_TOKENS,  # as a share of the limit, see `value_of`
         "mean length as a share of the limit",
         "read rollouts/: the reward may favour long answers",
     ),
@@ -160,20 +161,18 @@ def rules_of(recipe: Recipe) -> tuple[Rule, ...]:
     return tuple(
         Rule(
             name=name,
-            side=SIGNS[name].side,
-            value=measured(name, recipe),
+            sign=SIGNS[name],
+            value=value_of(name, recipe),
             threshold=setting.threshold,
             steps=setting.steps,
             action=setting.action or recipe.health.action,
-            what=SIGNS[name].what,
-            remedy=SIGNS[name].remedy,
         )
         for name, setting in recipe.health
         if isinstance(setting, HealthRule) and setting.action != "ignore" and f"health.{name}" not in useless
     )
 
 
-def measured(name: str, recipe: Recipe) -> Measured:
+def value_of(name: str, recipe: Recipe) -> Measured:
     """Returns how the value of a rule follows from the metrics of a step. That of a share is at most 1."""
     value = SIGNS[name].value
     if callable(value):
@@ -222,7 +221,7 @@ class Health:
         broken = [rule for rule in self._rules if rule.broken(rows)]
         began = [f"health: {rule.words(rows, step)}" for rule in broken if not rule.broken(before)]
         well = [
-            f"health: {rule.what} has recovered at step {step} (health.{rule.name})"
+            f"health: {rule.sign.what} has recovered at step {step} (health.{rule.name})"
             for rule in self._rules
             if rule.broken(before) and not rule.broken(rows)
         ]

@@ -11,6 +11,7 @@ import psutil
 
 from rlgen.errors import ProcessError
 
+IN_CLUSTER = "RLGEN_IN_CLUSTER"  # set for the processes that the driver of a cluster has started
 MAIN = "rlgen"  # name on the command line of a launcher that started this run
 START_ALL = (
     "start them with `torchrun --nproc-per-node {n} -m rlgen train …` (or `accelerate launch --multi_gpu --num_processes {n} -m"
@@ -33,6 +34,7 @@ class Launch:
 
     rank: int
     world: int
+    in_cluster: bool = False  # started by the driver of a cluster, which speaks for all processes
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> "Launch":
@@ -43,7 +45,7 @@ class Launch:
             raise ProcessError(
                 f"WORLD_SIZE is {world}, but {', '.join(missing)} is not set: no launcher did this; " + START_ALL.format(n=world)
             )
-        return cls(int(environment.get("RANK", "0")) if world > 1 else 0, world)
+        return cls(int(environment.get("RANK", "0")) if world > 1 else 0, world, IN_CLUSTER in environment)
 
 
 def check_launch(launch: Launch, count: int | None, environment: Mapping[str, str], parents: Sequence[Sequence[str]]) -> None:

@@ -5,7 +5,7 @@ Messages and evaluations scroll above the view. Control characters in what a mod
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, TextIO
@@ -35,7 +35,7 @@ from rlgen.run.console import (
     speed,
     takes_live_view,
 )
-from rlgen.run.health import BEYOND, Measured, Rule, clipped, ref_kl, rules_of
+from rlgen.run.health import Measured, Rule, clipped, ref_kl, rules_of
 
 REFRESHES = 2  # a second
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -46,16 +46,15 @@ WELL, DOUBTFUL, BAD, DIM = "green", "yellow", "bold red", "dim"
 
 
 class Cell(NamedTuple):
-    """One number of the view. Cell("entropy", lambda record: record.get("entropy"), ".3f", "entropy")"""
+    """One number of the view. Cell("entropy", Metric.ENTROPY, ".3f", "entropy")"""
 
     label: str
-    value: Measured
+    of: Metric | Measured
     form: str
     rule: str = ""  # of `health`, which says whether the number is well
 
-
-def of(metric: Metric) -> Measured:
-    return lambda record: record.get(metric)
+    def value(self, record: Record) -> float | None:
+        return self.of(record) if callable(self.of) else record.get(self.of)
 
 
 def share_of_step(metric: Metric) -> Measured:
@@ -66,30 +65,30 @@ def share_of_step(metric: Metric) -> Measured:
 # The four groups. A line shows the cells that fit; bad ones come first.
 GROUPS: dict[str, tuple[Cell, ...]] = {
     "learning": (
-        Cell("reward", of(Metric.REWARD_MEAN), ".3f", "reward"),
-        Cell("±", of(Metric.REWARD_STD), ".3f", "reward_std"),
-        Cell("equal groups", of(Metric.GROUPS_ZERO_STD), ".0%", "zero_std"),
-        Cell("tokens", of(Metric.COMPLETIONS_MEAN_TOKENS), ".0f", "length"),
-        Cell("cut off", of(Metric.COMPLETIONS_TRUNCATED), ".0%", "truncated"),
+        Cell("reward", Metric.REWARD_MEAN, ".3f", "reward"),
+        Cell("±", Metric.REWARD_STD, ".3f", "reward_std"),
+        Cell("equal groups", Metric.GROUPS_ZERO_STD, ".0%", "zero_std"),
+        Cell("tokens", Metric.COMPLETIONS_MEAN_TOKENS, ".0f", "length"),
+        Cell("cut off", Metric.COMPLETIONS_TRUNCATED, ".0%", "truncated"),
         Cell("failed", lambda record: sum(record[key] for key in Family.REWARD_FAILED.keys(record)), "d", "reward_failed"),
     ),
     "stability": (
-        Cell("gradient", of(Metric.GRAD_NORM), ".3f", "grad_norm"),
-        Cell("entropy", of(Metric.ENTROPY), ".3f", "entropy"),
+        Cell("gradient", Metric.GRAD_NORM, ".3f", "grad_norm"),
+        Cell("entropy", Metric.ENTROPY, ".3f", "entropy"),
         Cell("clipped", clipped, ".1%", "clipped"),
         Cell("KL", ref_kl, ".2g", "ref_kl"),
-        Cell("updates", of(Metric.UPDATES_DONE), "d", "no_update"),
-        Cell("loss", of(Metric.LOSS), "+.4f"),
+        Cell("updates", Metric.UPDATES_DONE, "d", "no_update"),
+        Cell("loss", Metric.LOSS, "+.4f"),
     ),
     "agreement": (
-        Cell("Δ mean", of(Metric.SAMPLER_DELTA_MEAN), ".1e", "sampler_delta"),
-        Cell("max", of(Metric.SAMPLER_DELTA_MAX), ".1e"),
-        Cell("KL", of(Metric.SAMPLER_KL), ".1e", "sampler_kl"),
-        Cell("effective samples", of(Metric.IS_ESS_RAW), ".1%", "ess"),
+        Cell("Δ mean", Metric.SAMPLER_DELTA_MEAN, ".1e", "sampler_delta"),
+        Cell("max", Metric.SAMPLER_DELTA_MAX, ".1e"),
+        Cell("KL", Metric.SAMPLER_KL, ".1e", "sampler_kl"),
+        Cell("effective samples", Metric.IS_ESS_RAW, ".1%", "ess"),
     ),
     "throughput": (
         Cell("tokens/s", speed, "k"),
-        Cell("s/step", of(Metric.TIME_STEP), ".2f"),
+        Cell("s/step", Metric.TIME_STEP, ".2f"),
         Cell("sample", share_of_step(Metric.TIME_GENERATE), ".0%"),
         Cell("train", share_of_step(Metric.TIME_TRAIN), ".0%"),
         Cell("reward", share_of_step(Metric.TIME_REWARD), ".0%"),
@@ -139,7 +138,9 @@ class View:
         if self.evaluated:
             drawn.append(titled("evaluation", self.evaluated, width))
         if height >= SAMPLES:
-            drawn += [line for example in self.examples for line in lines_of(example, width)]
+            for example in self.examples:
+                drawn.append(titled(f"sample {number(example.reward, '+.2f')}", " ".join(example.prompt.split()), width, DIM))
+                drawn.append(titled("", f"→ {' '.join(example.completion.split())}", width))
         if self.notice:
             drawn.append(cropped(Text(self.notice, style=BAD), width))
         return drawn
@@ -172,7 +173,7 @@ class View:
         if self.last.get(Family.HEALTH.of(cell.rule)):
             return f"! {text}", BAD
         measured = None if rule is None else rule.value(self.last)
-        if rule is not None and measured is not None and BEYOND[rule.side](measured, rule.threshold):
+        if rule is not None and measured is not None and rule.is_beyond(measured):
             return text, DOUBTFUL
         return text, WELL if rule is not None and measured is not None else ""
 
@@ -185,7 +186,7 @@ def curve(values: Sequence[float | None], steps: int, width: int) -> list[Text]:
     low, high = min(known), max(known)
     labels = [f"{high:.3f}", *[""] * (CURVE - 2), f"{low:.3f}"]
     room = width - LABEL
-    columns = [mean_of(values, steps, place, room) for place in range(min(room, -(-len(values) * room // steps)))]
+    columns = [mean_of_column(values, steps, place, room) for place in range(min(room, -(-len(values) * room // steps)))]
     top = CURVE * len(BLOCKS) - 1
     heights = [None if v is None else round((v - low) / (high - low) * top) if high > low else top // 2 for v in columns]
     lines = []
@@ -197,17 +198,11 @@ def curve(values: Sequence[float | None], steps: int, width: int) -> list[Text]:
     return lines
 
 
-def mean_of(values: Sequence[float | None], steps: int, place: int, columns: int) -> float | None:
+def mean_of_column(values: Sequence[float | None], steps: int, place: int, columns: int) -> float | None:
     """Returns the mean of the values in one of the columns over which `steps` steps spread; at least one step is in each."""
     first = place * steps // columns
     part = [value for value in values[first : max(first + 1, (place + 1) * steps // columns)] if value is not None]
     return sum(part) / len(part) if part else None
-
-
-def lines_of(example: Example, width: int) -> Iterator[Text]:
-    """Yields the two lines of a completion: its reward and the prompt, and what the model wrote."""
-    yield titled(f"sample {number(example.reward, '+.2f')}", " ".join(example.prompt.split()), width, DIM)
-    yield titled("", f"→ {' '.join(example.completion.split())}", width)
 
 
 def titled(title: str, text: str, width: int, style: str = "") -> Text:

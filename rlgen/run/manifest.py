@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -69,32 +70,24 @@ def read_manifest(folder: Path) -> Manifest:
         content = read_json(folder / NAME)
         own = content.pop("sha256")
     except FileNotFoundError:
-        check_format(folder, old_format(folder))
+        with suppress(OSError, ValueError, KeyError, TypeError):  # before manifests were introduced, the state had the format
+            check_format(folder, read_json(folder / "state" / "state.json")["format"])
         raise DamagedCheckpoint(f"{folder}: {NAME} is missing: the checkpoint was never finished") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(f"{folder}: {NAME} cannot be read: {error}") from error
     if digest(content) != own:
         raise DamagedCheckpoint(f"{folder}: {NAME} has changed since it was written")
-    check_format(folder, content.get("format"))
+    check_format(folder, content.get("format", FORMAT))
     return Manifest(**{**content, "files": {name: File(**file) for name, file in content["files"].items()}})
 
 
 def check_format(folder: Path, found: object) -> None:
-    """Raises CheckpointError if a checkpoint is of another format than this version reads. None is accepted."""
-    if found != FORMAT and found is not None:
+    """Raises CheckpointError if a checkpoint is of another format than this version reads."""
+    if found != FORMAT:
         raise CheckpointError(
             f"{folder} is of checkpoint format {found}, but this rlgen reads {FORMAT}: use the rlgen that wrote it, or start a"
             " new run"
         )
-
-
-def old_format(folder: Path) -> int | None:
-    """Returns the format of a checkpoint from before manifests were introduced; None if it is not one."""
-    try:
-        found = read_json(folder / "state" / "state.json")["format"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return found if isinstance(found, int) and found < FORMAT else None
 
 
 def check_files(folder: Path, hashes: bool) -> Manifest:

@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -21,20 +20,14 @@ from transformers import PreTrainedTokenizerBase
 
 from rlgen.errors import CheckpointError
 from rlgen.files import flush, written
-from rlgen.rollout.columns import DataColumns
 from rlgen.rollout.frames import columns_digest
-from rlgen.rollout.parquet import FIXED, OF_TURNS, Rollout, Stamp, parts_of, write_part
-from rlgen.rollout.read import read_rollouts, rollout_steps
+from rlgen.rollout.parquet import FIXED, OF_TURNS, DataColumns, Rollout, Stamp, parts_of, write_part
+from rlgen.rollout.read import rollout_steps
 from rlgen.rollout.sample import last_turn
 from rlgen.types import Ids, Prompt, Sample, Samples, whole_conversation
 
 WAITING = 2  # steps that may be queued for the disk before `write` blocks
 DECODED = 256  # completions that are decoded in one call
-
-
-class Prompts(Protocol):
-    def at(self, position: int) -> Prompt:
-        """Returns the prompt at a position of the data's order."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,7 +37,7 @@ class RolloutWriter:
     folder: Path
     rank: int
     world: int
-    prompts: Prompts
+    prompt_at: Callable[[int], Prompt]  # the prompt at a position of the data's order
     tokenizer: PreTrainedTokenizerBase
     stop_ids: Sequence[int]
     every: int  # steps between two that are written; 0: only those that are written with `always`
@@ -124,9 +117,9 @@ class RolloutWriter:
     def texts(self, samples: Samples) -> tuple[dict[str, pa.Array], dict[str, str]]:
         """Returns the columns of text and of the data set, one value per row, and a digest of the data set's columns by group."""
         if self.columns is None:
-            self.columns = DataColumns.of(self.prompts.at, FIXED | OF_TURNS if self.turns else FIXED)
+            self.columns = DataColumns.of(self.prompt_at, FIXED | OF_TURNS if self.turns else FIXED)
         places = {group: place for place, (group, _) in enumerate(groupby(samples.group_id.tolist()))}
-        prompts = [self.prompts.at(group) for group in places]
+        prompts = [self.prompt_at(group) for group in places]
         row_of = pa.array(np.fromiter((places[group] for group in samples.group_id.tolist()), dtype=np.int64))
         ids = [last_turn(samples.completion_ids[row], samples.spans_of(row), self.stop_ids) for row in range(len(samples))]
         completions = [text for start in range(0, len(ids), DECODED) for text in self._decoded(ids[start : start + DECODED])]
@@ -160,6 +153,3 @@ class RolloutWriter:
 def sound(text: str) -> str:
     """Returns text that UTF-8 can encode: replaces lone surrogates, which JSON permits, with question marks."""
     return text.encode("utf-8", "replace").decode("utf-8")
-
-
-__all__ = ["Prompts", "Rollout", "RolloutWriter", "read_rollouts", "rollout_steps"]

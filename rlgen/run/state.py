@@ -33,21 +33,19 @@ SHARD_FILE = 64 << 20  # bytes
 
 def model_facts(model: PreTrainedModel) -> dict[str, Any]:
     """Returns the facts in which two models, or adapters, must agree so that one can load the other's checkpoint."""
-    trained = adapter_tensors(model) if is_adapted(model) else own_tensors(model)
+    trained, lora = own_tensors(model), None
+    if is_adapted(model):
+        trained, config = adapter_tensors(model), config_of(model)
+        assert isinstance(config.target_modules, list | set)  # as `inject` leaves them
+        targets = sorted(config.target_modules)
+        lora = {"rank": config.r, "alpha": config.lora_alpha, "use_rslora": config.use_rslora, "targets": targets}
     return {
         "architecture": (model.config.architectures or [type(model).__name__])[0],
         **model_shape(model.config),
         "trained_parameters": sum(tensor.numel() for tensor in trained.values()),
         "trained_dtype": str(next(iter(trained.values())).dtype).removeprefix("torch."),
-        "lora": lora_facts(model) if is_adapted(model) else None,
+        "lora": lora,
     }
-
-
-def lora_facts(model: PreTrainedModel) -> dict[str, Any]:
-    config = config_of(model)
-    targets = config.target_modules
-    assert isinstance(targets, list | set)  # as `inject` leaves them
-    return {"rank": config.r, "alpha": config.lora_alpha, "use_rslora": config.use_rslora, "targets": sorted(targets)}
 
 
 def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -141,9 +139,7 @@ def load_shards(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def load_optimizer(tensors: dict[str, Tensor], model: nn.Module, optimizer: Optimizer) -> None:
-    """Loads the optimizer's state from unsharded tensors, named as by `optimizer_tensors`. Each process keeps its own shards of
-    them.
-    """
+    """Loads the optimizer's state from unsharded tensors, named as by `optimizer_tensors`; each process keeps its own shards."""
     whole_tensors = dict(tensors)
     for name, parameter in model.named_parameters():
         for key, value in tensors.items():

@@ -20,14 +20,15 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedModel
 
+import rlgen
 from rlgen.errors import CheckpointError, DivergedError, Fault, SentinelError
 from rlgen.files import appears, flush, read_json, unwritable, write_json
-from rlgen.models.lora import save_adapter
+from rlgen.models.lora import is_adapted, save_adapter
 from rlgen.models.weights import base_digest, non_finite
 from rlgen.processes import Processes
 from rlgen.run.clock import Clock
 from rlgen.run.manifest import seal
-from rlgen.run.state import save_shards
+from rlgen.run.state import is_sharded, model_facts, save_shards
 from rlgen.types import Position
 
 if TYPE_CHECKING:
@@ -51,19 +52,23 @@ class Writer:
     model: PreTrainedModel  # read for tensor names and the frozen base of an adapter only, never for trained values
     at: Position
     schedule: Mapping[str, Any]
-    facts: Mapping[str, Any]  # facts for the manifest
     draws: list[dict[str, Tensor]]  # random states by rank
-    adapted: bool  # the weights are those of an adapter
-    sharded: bool  # each process writes shards of the optimizer's state
     weights: dict[str, Tensor]  # unsharded, in the main process; {} in others
     moments: dict[str, Tensor]  # unsharded, in the main process; or its shards, in each
     settle: Callable[[], None]  # returns when everything that the checkpoint relies on is on disk
     clock: Clock  # runs since the save began
+    taken: float = field(default_factory=time.time)  # when the snapshot was taken
+    adapted: bool = field(init=False)  # the weights are those of an adapter
+    sharded: bool = field(init=False)  # each process writes shards of the optimizer's state
     error: BaseException | None = None
     seconds: float | None = None  # from the start of `clock` to the end of the thread; None: it is running
     leaving: Event = field(default_factory=Event)  # set when the loop has failed: other processes may be gone
     _given_up: Event = field(default_factory=Event)
     _ended: Event = field(default_factory=Event)
+
+    def __post_init__(self) -> None:
+        self.adapted = is_adapted(self.model)
+        self.sharded = is_sharded(self.model) and not self.adapted
 
     def start(self) -> None:
         """Starts the thread. A process that has nothing to write has ended at once."""
@@ -155,11 +160,7 @@ class Writer:
         with written_as(self.final):
             if self.sharded:
                 shards = save_shards(self.moments, self.aside / "state" / "optimizer", self.processes.rank)
-            write_json(self._list_of(self.processes.rank), shards)
-
-    def _list_of(self, rank: int) -> Path:
-        """Returns the file that lists the shards of process `rank`; it exists only until the checkpoint is complete."""
-        return self.aside / f"part_{rank}.json"
+            write_json(self.aside / f"part_{self.processes.rank}.json", shards)
 
     def _checked(self) -> str:
         """Checks that what this process writes is finite, and that the frozen weights under an adapter are unchanged.
@@ -170,7 +171,7 @@ class Writer:
             raise DivergedError(f"{name} has values that are not finite; nothing was saved, and the last checkpoint is intact")
         if not self.adapted:
             return ""
-        now, held = base_digest(self.model, gather=False), self.checkpoints.held
+        now, held = base_digest(self.model, gather=False), self.checkpoints.held or self.checkpoints.base
         if held is not None and now != held:
             raise SentinelError(
                 Fault.BASE_CHANGED,
@@ -212,7 +213,7 @@ class Writer:
         While the loop runs, `Checkpoints.complete` notices a process that fails, and this wait is given up. After the loop has
         failed only this wait does: it ends when the process is gone, or after `processes.timeout` seconds.
         """
-        left, part = None, self._list_of(rank)
+        left, part = None, self.aside / f"part_{rank}.json"  # exists only until the checkpoint is complete
         while not appears(part, LOOKS):
             self._goes_on()
             if self.leaving.is_set():
@@ -230,7 +231,15 @@ class Writer:
             for shard in (self.aside / "state" / "optimizer" / name for name in shards):
                 if not appears(shard):  # with a manifest that lacks it, this would count as complete
                     raise CheckpointError(f"{shard} of another process is not visible here; set run.dir to shared storage")
-            seal(self.aside, self.facts)
+            facts = {
+                "step": self.at.step,
+                "time": self.taken,
+                "rlgen": rlgen.__version__,
+                "trainer": self.checkpoints.trainer,
+                "processes": self.processes.world,
+                "model": model_facts(self.model),
+            }
+            seal(self.aside, facts)
             self._goes_on()
             if self.final.exists():  # it is damaged: a step with a complete checkpoint is not saved again
                 self.checkpoints.folder.set_aside(self.final)

@@ -1,35 +1,79 @@
-"""Defines how large the difference between log-probs of engine and trainer may be: a few times what rounding explains.
+"""Measures the gap between log-probs of engine and trainer, and bounds it: by a few times what rounding explains.
 
 Rounding is measured. On the tokens that are compared, the trainer computes log-probs a second time in a wider dtype (float32
 beside bfloat16, float64 beside float32), from weights that are rounded as the engine holds them. The distance of the two, token
-by token, is the *noise*. An engine that computes the same model in the same dtype rounds as often, in another order. So it is as
-far from the wider result as the trainer is, and √2 times as far from the trainer, if their errors are independent. The mean gap
-of healthy engines was 0.7 to 1.2 times the noise: SmolLM2-135M in both dtypes, and 20 tiny random models. torch's float32 softmax
-errs by itself, by 1e-5 nats and more on peaked distributions over many ids. Engines use it and the trainer does not, so its error
-on the same logits is added.
+by token, is the *noise*. An engine that computes the same model in the same dtype rounds as often, in another order: it is √2
+times as far from the trainer, if the errors are independent. The mean gap of healthy engines was 0.7 to 1.2 times the
+noise. torch's float32 softmax errs by itself, by 1e-5 nats and more on peaked distributions over many ids. Engines use it and the
+trainer does not, so its error on the same logits is added.
 
 The bounds are `FACTOR` times the noise in two statistics. The mean moves when most tokens are wrong. The root of the mean square
-(RMS) moves when a few rows are wrong: one row of 64, off by 2 nats, moves it by 0.25. The maximum has no bound, nor has any
-quantile: at single tokens, where the model is undecided, rounding is many times larger than at others. On tiny trained models the
-largest gap of a batch is up to eight times the noise of that very token, while the RMS of the batch is at most 2.2 times the
-noise.
+(RMS) moves when a few rows are wrong: one row of 64, off by 2 nats, moves it by 0.25. Neither the maximum nor any quantile has a
+bound: at single tokens, where the model is undecided, rounding is many times larger than at others.
 
 A gap beyond its bounds is compared with a closer measurement on the same rows: the trainer computes them under `ROUNDINGS` other
 roundings, each as valid as its own. A single error can be small by chance, and would make the noise of its token too small.
 """
 
 import math
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from rlgen.sentinel.gap import Gap
+from rlgen.losses.order import Total, alone
+from rlgen.types import Sample
 
 POWER = 5.0  # a check counts only if the fault would move the gap by more than this many bounds
 FACTOR = 3.0  # the bounds, in multiples of the noise
 FLOOR = 1e-6  # nats; the distance of neighbouring float32 log-probs near -8; engines report float32
 ROUNDINGS = 4  # of the closer measurement
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Statistics of |Δ|, Δ = trainer - engine log-prob of a sampled token, over the tokens of a probe, in nats."""
+
+    max_delta: float
+    mean_delta: float
+    rms_delta: float  # root of the mean square
+
+    @classmethod
+    def of(cls, delta: Tensor, total: Total = alone) -> "Gap":
+        """Measures [N] differences, together with those of all processes that `total` reduces over.
+
+        All three values are NaN if there is no difference at all, or one is not finite.
+        """
+        size = delta.double().abs().flatten()
+        count, finite, added, squares = total(
+            torch.tensor([len(size), size.isfinite().sum(), size.sum(), size.square().sum()], dtype=torch.float64), "sum"
+        ).tolist()
+        if not count or finite < count:
+            return cls(math.nan, math.nan, math.nan)
+        largest = total(size.max() if len(size) else torch.tensor(0.0, dtype=torch.float64), "max").item()
+        return cls(largest, added / count, math.sqrt(squares / count))
+
+
+def sampler_logp(samples: Sequence[Sample]) -> list[Tensor]:
+    """Returns the log-probs that the engine reported: one [L] float64 tensor per sample."""
+    return [torch.from_numpy(sample.sampler_logp).double() for sample in samples]
+
+
+def engine_gap(samples: Sequence[Sample], logp: Sequence[Tensor], sure: Sequence[Tensor] | None = None) -> Gap:
+    """Returns the gap between what the engine reported and `logp`, one [L] tensor per sample, at the tokens `sure`; None: all."""
+    return between(logp, sampler_logp(samples), sure)
+
+
+def between(one: Sequence[Tensor], other: Sequence[Tensor], sure: Sequence[Tensor] | None = None) -> Gap:
+    """Returns the gap between two lists of [L] tensors, at the tokens `sure`."""
+    return Gap.of(torch.cat(where([a.double() - b.double() for a, b in zip(one, other, strict=True)], sure)))
+
+
+def where(values: list[Tensor], sure: Sequence[Tensor] | None) -> list[Tensor]:
+    """Returns the values at the tokens `sure`; all of them for None."""
+    return values if sure is None else [value[kept] for value, kept in zip(values, sure, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,31 +124,30 @@ class Bounds:
 
     def excess(self, gap: Gap) -> Excess:
         """Returns the statistic that comes nearest to its bound, or exceeds it the most."""
-        bounded = [(field.name, getattr(self, field.name)) for field in fields(self)]
-        return max(
-            (Excess(name, getattr(gap, name), bound) for name, bound in bounded if bound is not None),
-            key=lambda excess: excess.share,
-        )
+        return max((Excess(name, getattr(gap, name), bound) for name, bound in self.as_json.items()), key=lambda one: one.share)
 
     def hold(self, gap: Gap) -> bool:
         """Returns whether the gap is within all bounds. A gap that is NaN never is."""
         return self.excess(gap).share <= 1
 
     @property
+    def as_json(self) -> dict[str, float]:
+        """Returns those that there are. The first is that of the statistic that is shown first: the mean, if it is bounded."""
+        return {name: bound for name, bound in asdict(self).items() if bound is not None}
+
+    @property
     def main(self) -> str:
-        """Returns the name of the bounded statistic that is shown first: the mean, or else what the recipe bounds."""
-        return next(field.name for field in fields(self) if getattr(self, field.name) is not None)
+        """Returns the name of the statistic that is shown first."""
+        return next(iter(self.as_json))
 
     @property
     def bound(self) -> float:
         """Returns the bound of `main`."""
-        bound: float = getattr(self, self.main)
-        return bound
+        return self.as_json[self.main]
 
     def of(self, gap: Gap) -> float:
         """Returns the value of the gap that `bound` applies to."""
-        value: float = getattr(gap, self.main)
-        return value
+        return float(getattr(gap, self.main))
 
     def see(self, gap: Gap) -> bool:
         """Returns whether a gap like this would exceed `bound` by more than the factor `POWER`."""
@@ -113,10 +156,6 @@ class Bounds:
     def measured(self, gap: Gap) -> dict[str, float]:
         """Returns the statistics of a gap by name, `main` first."""
         return {self.main: self.of(gap), **asdict(gap)}
-
-    @property
-    def as_json(self) -> dict[str, float]:
-        return {name: bound for name, bound in asdict(self).items() if bound is not None}
 
     def worst(self, *gaps: Gap) -> Gap:
         """Returns the largest gap; one beyond the bounds, which may be NaN, before all others."""

@@ -1,6 +1,6 @@
 """Changes weights temporarily, because only a sync of changed weights shows that weights arrive."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
@@ -35,37 +35,37 @@ class Change:
             part(parameter).add_(part_like(noise.to(parameter.device, parameter.dtype), parameter))
         self.noise *= 2
 
-    def put_back(self, *names: str) -> AbstractContextManager[None]:
+    def put_back(self, names: Sequence[str]) -> AbstractContextManager[None]:
         """Restores the original values of the tensors `names` inside the block."""
-        return filled(self.parameters, {name: self.saved[name] for name in names})
+        return overwritten(self.parameters, {name: self.saved[name] for name in names})
 
     def swapped(self, one: str, other: str) -> AbstractContextManager[None]:
         """Exchanges the values of two tensors of equal shape inside the block."""
         first, second = (part(self.parameters[name]).detach().clone() for name in (one, other))
-        return filled(self.parameters, {one: second, other: first})
+        return overwritten(self.parameters, {one: second, other: first})
 
 
 @torch.no_grad()
-def fill(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+def overwrite(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     for name, value in values.items():
         part(parameters[name]).copy_(value)
 
 
 @contextmanager
-def filled(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
+def overwritten(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
     """Gives the tensors that `values` names those values inside the block."""
     now = {name: part(parameters[name]).detach().clone() for name in values}
-    fill(parameters, values)
+    overwrite(parameters, values)
     try:
         yield
     finally:
-        fill(parameters, now)
+        overwrite(parameters, now)
 
 
 def changed_weights(policy: Policy) -> AbstractContextManager[Change]:
     """Changes every tensor of the policy except those of an adapter inside the block, and restores them bit for bit after it."""
     parameters = own_tensors(policy.model)  # includes buffers, such as a router's bias
-    return changed(parameters, {name: max(size(parameter), LEAST) for name, parameter in parameters.items()})
+    return changed(parameters, {name: max(root_mean_square(parameter), LEAST) for name, parameter in parameters.items()})
 
 
 def changed_adapter(policy: Policy) -> AbstractContextManager[Change]:
@@ -77,12 +77,13 @@ def changed_adapter(policy: Policy) -> AbstractContextManager[Change]:
     for name, layer in adapted_layers(policy.model).items():
         first_name, second_name = adapter_names(name)
         first, _ = factors(layer)
-        sizes[first_name] = size(first)
-        sizes[second_name] = max(size(base_weight(layer)), LEAST) / (scale(layer) * len(first) ** 0.5 * size(first))
+        of_first = sizes[first_name] = root_mean_square(first)
+        of_base = max(root_mean_square(base_weight(layer)), LEAST)
+        sizes[second_name] = of_base / (scale(layer) * len(first) ** 0.5 * of_first)
     return changed(parameters, sizes)
 
 
-def size(tensor: Tensor) -> float:
+def root_mean_square(tensor: Tensor) -> float:
     """Returns the root mean square of a tensor; gathers a sharded one, which is a collective."""
     return whole(tensor.detach()).float().square().mean().sqrt().item()
 
@@ -95,7 +96,7 @@ def changed(parameters: Mapping[str, Tensor], sizes: Mapping[str, float]) -> Ite
         change()
         yield change
     finally:
-        fill(parameters, saved)
+        overwrite(parameters, saved)
 
 
 @contextmanager

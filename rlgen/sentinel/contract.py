@@ -11,7 +11,7 @@ from rlgen.models.load import load_tokenizer
 from rlgen.rollout.answers import check_answers
 from rlgen.rollout.sample import sample_seed
 from rlgen.sentinel.probe import Probe
-from rlgen.sentinel.verdict import Rung, Verdict
+from rlgen.sentinel.verdict import Outcome, Rung
 from rlgen.types import WHOLE, Request
 
 PROMPTS, SAMPLES, TOKENS = 3, 2, 8
@@ -25,7 +25,11 @@ def contract(probe: Probe) -> Rung:
         SentinelError: names the first difference.
     """
     facts = probe.engine.facts()
-    compare_settings(facts.settings, probe.expected)
+    for field in fields(Settings):
+        there, here = getattr(facts.settings, field.name), getattr(probe.expected, field.name)
+        if there != here:
+            fault = Fault.RAW_LOGPROBS if field.name == "logprobs_mode" else Fault.ENGINE_SETTINGS
+            raise disagreement(fault, field.name, there, here)
     theirs = load_tokenizer(facts.model, facts.revision)
     theirs.chat_template = probe.template or theirs.chat_template
     compare_tokenizers(theirs, probe.tokenizer, [prompt.text for prompt in probe.prompts[:PROMPTS]])
@@ -52,20 +56,7 @@ def contract(probe: Probe) -> Rung:
             "ids that had just been sampled were made stop ids, but no completion ended at them: the engine ignores stop ids or"
             " seeds",
         )
-    return Rung(number=0, name="contract", verdict=Verdict.OK, sentence="Engine and trainer see the same tokens.")
-
-
-def compare_settings(theirs: Settings, ours: Settings) -> None:
-    """Compares the engine settings that change what a log-prob means.
-
-    Raises:
-        SentinelError: names the first difference.
-    """
-    for field in fields(Settings):
-        there, here = getattr(theirs, field.name), getattr(ours, field.name)
-        if there != here:
-            raw = field.name == "logprobs_mode"
-            raise disagreement(Fault.RAW_LOGPROBS if raw else Fault.ENGINE_SETTINGS, field.name, there, here)
+    return Rung(number=0, name="contract", verdict=Outcome.OK, sentence="Engine and trainer see the same tokens.")
 
 
 def compare_tokenizers(theirs: PreTrainedTokenizerBase, ours: PreTrainedTokenizerBase, texts: Sequence[str]) -> None:

@@ -19,9 +19,8 @@ from torch.distributed.tensor import DTensor
 from rlgen.errors import Fault
 from rlgen.models.lora import adapted_layers, is_adapted, without_adapter
 from rlgen.processes import Processes
-from rlgen.sentinel.bounds import Bounds
+from rlgen.sentinel.bounds import Bounds, Gap, between, sampler_logp
 from rlgen.sentinel.change import Change, earlier_head
-from rlgen.sentinel.gap import Gap, between, sampler_logp
 from rlgen.sentinel.probe import TrainerSide
 from rlgen.types import WHOLE, Distribution, Sample
 
@@ -59,7 +58,7 @@ def rivals(trainer: TrainerSide, samples: Sequence[Sample], distribution: Distri
     for k, other in enumerate(others):
         yield distribution_cause(trainer, samples, distribution, other), between([logp[k] for logp in at_others], reported)
     # The main process decides for all: if only some processes found a rule, their collectives would no longer match.
-    if found := trainer.processes.gather([truncation(trainer, samples, reported, distribution.whole)])[0]:
+    if found := trainer.processes.gather([truncation_rule(trainer, samples, reported, distribution.whole)])[0]:
         rule, gap = found
         remedy = f"have it sample with {distribution}" if distribution.truncated else "switch that off"
         sentence = f"the engine samples from a truncated distribution ({rule}) and reports its log-probs; {remedy}"
@@ -106,7 +105,7 @@ def surprise(trainer: TrainerSide, samples: Sequence[Sample], distribution: Dist
     return abs(torch.cat(gaps).mean().item())
 
 
-def truncation(
+def truncation_rule(
     trainer: TrainerSide, samples: Sequence[Sample], reported: list[Tensor], distribution: Distribution
 ) -> tuple[str, Gap] | None:
     """Returns a top-k, top-p or min-p that explains the reported log-probs, with the gap that remains; None if there is none.
@@ -133,6 +132,10 @@ def truncation(
         last_kept.append((ranked_L / ranked_LV[:, 0])[shows])
         first_dropped.append((next_L / ranked_LV[:, 0])[shows])
     gap = Gap.of(torch.cat(left))
+
+    def edge(values: list[Tensor], quantile: float) -> float:
+        return torch.cat(values).quantile(quantile).item()
+
     if not torch.cat(count).numel() or torch.cat(all_mass).mean() > 0.999:  # almost all of the probability is kept: not truncated
         return None
     if edge(count, OUTLIERS) == edge(count, 1 - OUTLIERS):
@@ -142,10 +145,6 @@ def truncation(
     if edge(first_dropped, 1 - OUTLIERS) < edge(last_kept, OUTLIERS):
         return f"min-p {(edge(first_dropped, 1 - OUTLIERS) + edge(last_kept, OUTLIERS)) / 2:.2g}", gap
     return None
-
-
-def edge(values: list[Tensor], quantile: float) -> float:
-    return torch.cat(values).quantile(quantile).item()
 
 
 def matched_rows(own: list[Tensor], reported: list[Tensor]) -> list[Tensor]:
@@ -192,7 +191,7 @@ def explain_sync(
                         f"the engine's head multiplies with an earlier copy of {name}, to which it is tied: repack it after"
                         " each reload",
                     )
-    if stale := explaining(trainer, few, distribution, bounds, names, lambda chosen: change.put_back(*chosen)):
+    if stale := explaining(trainer, few, distribution, bounds, names, change.put_back):
         return Fault.STALE_TENSOR, f"the engine computes with earlier values of {named(stale)}"
     pairs = [(a, b) for a, b in combinations(names, 2) if change.parameters[a].shape == change.parameters[b].shape]
     place = {name: number for number, name in enumerate(names)}

@@ -9,15 +9,14 @@ from transformers import PreTrainedTokenizerBase
 
 from rlgen.engines.base import Engine, Settings
 from rlgen.losses.logp import log_softmax
-from rlgen.models.other_dtype import FP8, WIDER, nudged
+from rlgen.models.half import FP8, WIDER, nudged
 from rlgen.models.policy import Policy
 from rlgen.out_of_memory import is_out_of_memory
 from rlgen.processes import EngineShare, Processes
 from rlgen.rollout.batch import collate
 from rlgen.rollout.sample import rollout
 from rlgen.rollout.score import score, score_at, score_in, sure_of
-from rlgen.sentinel.bounds import ROUNDINGS, Bounds, Noise
-from rlgen.sentinel.gap import Gap, compare, where
+from rlgen.sentinel.bounds import ROUNDINGS, Bounds, Gap, Noise, engine_gap, where
 from rlgen.sentinel.sync import send_weights
 from rlgen.types import Distribution, Prompt, Sample, Samples, Sampling
 
@@ -52,7 +51,7 @@ class TrainerSide:
 
         Tokens at the edge of a truncation are left out: see `Truncation.sure`.
         """
-        return compare(samples, self.logp(samples, distribution), self.sure(samples, distribution))
+        return engine_gap(samples, self.logp(samples, distribution), self.sure(samples, distribution))
 
     def sure(self, samples: Sequence[Sample], distribution: Distribution) -> list[Tensor] | None:
         """Returns `Truncation.sure` of the tokens of each sample, [L] bool; None if the distribution is not truncated."""

@@ -1,10 +1,10 @@
-"""Implements checks 1 to 6, each of which compares one more thing that can differ between engine and trainer.
+"""Runs the checks of engine and trainer in order, each of which adds one more thing that can differ. The first failure ends them.
 
-Check 0 is `contract`. The code and its messages call check N rung N.
+The code and its messages call check N rung N. Check 0 is `contract`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from rlgen.errors import Fault, SentinelError
-from rlgen.models.lora import packing, without_adapter
-from rlgen.sentinel.bounds import POWER
+from rlgen.models.lora import is_adapted, quantization_of, without_adapter
+from rlgen.sentinel.bounds import POWER, Gap, Noise, between, sampler_logp
 from rlgen.sentinel.change import Change, changed_adapter, changed_weights
+from rlgen.sentinel.contract import contract
 from rlgen.sentinel.diagnose import Cause, explain, explain_adapter, explain_sync
-from rlgen.sentinel.gap import Gap, between, sampler_logp
 from rlgen.sentinel.probe import FEWER_TOKENS, TOKENS, Probe
-from rlgen.sentinel.verdict import Rung, Verdict
+from rlgen.sentinel.verdict import Outcome, Rung
 from rlgen.types import WHOLE, Prompt, Sample
 
 ATTEMPTS = 3  # further changes of all weights until the gap shows: by 10, 20 and 40 % of their size, after 5 % at first
@@ -32,7 +32,44 @@ Gradient = Callable[[int, bool], Tensor]
 UNEXPLAINED = Fault.UNEXPLAINED, "no known cause fits"
 
 
-def judged(
+def climb(probe: Probe, gradient: Gradient | None = None) -> Iterator[Rung]:
+    """Yields checks 0 to 4, with an adapter one more after check 3, and with `gradient` (see `loss_split`) checks 5 and 6.
+
+    Stops after a failed check. The policy is left unchanged, and the engine holds its weights.
+    """
+    for step in steps(probe, gradient):
+        yield step
+        if step.verdict is Outcome.FAILED:
+            return
+
+
+def steps(probe: Probe, gradient: Gradient | None) -> Iterator[Rung]:
+    yield caught(
+        0, "contract", lambda: probe.processes.run_all(lambda: contract(probe), has_collectives=probe.engine_share.shared)
+    )
+    first = caught(1, "same weights", lambda: numerics(probe))
+    yield first  # `climb` stops here if the check failed
+    above = after_check_1(probe, [first])
+    yield caught(2, "recipe's sampling", lambda: recipe_sampling(above))
+    yield caught(3, "changed weights", lambda: changed_sync(above))
+    if is_adapted(probe.policy.model):
+        yield caught(3, "adapter", lambda: changed_adapter_sync(above))
+    yield caught(4, "prefix cache", lambda: prefix_cache(above))
+    if gradient is not None:
+        yield caught(5, "paths", lambda: paths(above))
+        yield caught(6, "loss", lambda: loss_split(gradient, probe.processes.total))
+
+
+def after_check_1(probe: Probe, rungs: Sequence[Rung]) -> Probe:
+    """Returns the probe with the noise that check 1 has measured. Where it could measure none, its gap takes that place."""
+    for rung in rungs:
+        if rung.number == 1:
+            gap = rung.measured
+            return replace(probe, noise=rung.noise or Noise(gap["mean_delta"], gap["rms_delta"]))
+    return probe
+
+
+def rung_of(
     number: int,
     name: str,
     probe: Probe,
@@ -50,13 +87,13 @@ def judged(
         power: the gap that the fault would cause. If the bounds would not detect it, the result is not measurable.
     """
     bounds = probe.bounds
-    verdict, fault = Verdict.OK, None
+    verdict, fault = Outcome.OK, None
     if not bounds.hold(gap):
-        verdict = Verdict.FAILED
+        verdict = Outcome.FAILED
         fault, why = cause() or otherwise
         sentence = f"{why}. {bounds.words(gap)}."
     elif power is not None and not bounds.see(power):
-        verdict = Verdict.NOT_MEASURABLE
+        verdict = Outcome.NOT_MEASURABLE
         moved = f"this fault would move log-probs by {bounds.of(power):.2g} nats, which is less than {POWER:.0f} times the bound"
         sentence = f"This check is blind: {moved}."
     return Rung(
@@ -84,7 +121,7 @@ def caught(number: int, name: str, rung: Callable[[], Rung]) -> Rung:
     try:
         return rung()
     except SentinelError as error:
-        return Rung(number=number, name=name, verdict=Verdict.FAILED, fault=error.fault, sentence=error.sentence)
+        return Rung(number=number, name=name, verdict=Outcome.FAILED, fault=error.fault, sentence=error.sentence)
 
 
 def numerics(probe: Probe) -> Rung:
@@ -94,7 +131,7 @@ def numerics(probe: Probe) -> Rung:
     unmeasured = "" if probe.given or probe.noise else " Rounding cannot be measured on this model, so the bounds are wide."
     gap = probe.trainer.gap(samples, WHOLE)
     probe = probe.looked_closer(gap, samples, WHOLE)
-    return judged(
+    return rung_of(
         1,
         "same weights",
         probe,
@@ -113,7 +150,7 @@ def recipe_sampling(probe: Probe) -> Rung:
     greedy, distribution = probe.sampling.temperature == 0, probe.sampling.distribution
     if not greedy and distribution == WHOLE:
         sentence = "The recipe samples at temperature 1, as rung 1 did."
-        return Rung(number=2, name="recipe's sampling", verdict=Verdict.NOT_NEEDED, sentence=sentence)
+        return Rung(number=2, name="recipe's sampling", verdict=Outcome.NOT_NEEDED, sentence=sentence)
     samples = probe.sample(None, FEWER_TOKENS)
     own, sure = probe.trainer.logp(samples, distribution), probe.trainer.sure(samples, distribution)
     gap = between(own, sampler_logp(samples), sure)
@@ -122,7 +159,7 @@ def recipe_sampling(probe: Probe) -> Rung:
     probe = probe.looked_closer(gap, samples, distribution)
     # What a faulty engine would report: raw log-probs or, with greedy sampling, 0.
     faulty = [torch.zeros_like(logp) for logp in own] if greedy else probe.trainer.logp(samples, WHOLE)
-    return judged(
+    return rung_of(
         2,
         "recipe's sampling",
         probe,
@@ -139,9 +176,9 @@ def changed_sync(probe: Probe) -> Rung:
     The engine is left with the weights of the run.
     """
     name, whole, trainer = "changed weights", probe.whole, probe.trainer
-    if packing(probe.policy.model):
+    if quantization_of(probe.policy.model):
         sentence = "Weights that are held in few bits cannot be changed a little. Rung 1 compared what the engine holds of them."
-        return Rung(number=3, name=name, verdict=Verdict.NOT_MEASURABLE, sentence=sentence)
+        return Rung(number=3, name=name, verdict=Outcome.NOT_MEASURABLE, sentence=sentence)
     before = probe.sample(whole, FEWER_TOKENS)
     cause: Cause | None = None
     with changed_weights(probe.policy) as change:
@@ -162,7 +199,7 @@ def changed_sync(probe: Probe) -> Rung:
         samples = probe.sample(whole, FEWER_TOKENS)
         if not same_answers(before, samples):  # otherwise the old weights are there again
             gap = bounds.worst(gap, trainer.gap(samples, whole))
-    return judged(
+    return rung_of(
         3,
         name,
         changed,
@@ -234,7 +271,7 @@ def changed_adapter_sync(probe: Probe) -> Rung:
     probe.sync()
     if bounds.hold(gap):
         gap = bounds.worst(gap, trainer.gap(probe.sample(whole, FEWER_TOKENS), whole))
-    rung = judged(
+    rung = rung_of(
         3,
         "adapter",
         changed,
@@ -269,17 +306,17 @@ def prefix_cache(probe: Probe) -> Rung:
     skipped = partial(Rung, number=4, name="prefix cache")
     facts, whole, tokens = probe.engine.facts(), probe.whole, 8
     if facts.cache_block is None:
-        return skipped(verdict=Verdict.NOT_NEEDED, sentence="The engine keeps no prefix cache.")
+        return skipped(verdict=Outcome.NOT_NEEDED, sentence="The engine keeps no prefix cache.")
     length, longest = facts.cache_block + 1, facts.max_model_len
     if longest is not None and length + tokens > longest:
         sentence = f"The prefix cache is not used: it needs rows of {length + tokens} tokens, but they have at most {longest}."
-        return skipped(verdict=Verdict.NOT_NEEDED, sentence=sentence)
+        return skipped(verdict=Outcome.NOT_NEEDED, sentence=sentence)
     prompt = long_prompt(probe, length)
     first, again = (probe.sample(whole, tokens, [prompt]) for _ in range(2))
     if not all(sample.cached_tokens for sample in again):
         sentence = f"A prompt of {length} tokens was sampled twice and not cached: the cache cannot be checked."
-        return skipped(verdict=Verdict.NOT_MEASURABLE, sentence=sentence)
-    with (changed_adapter if packing(probe.policy.model) else changed_weights)(probe.policy) as change:
+        return skipped(verdict=Outcome.NOT_MEASURABLE, sentence=sentence)
+    with (changed_adapter if quantization_of(probe.policy.model) else changed_weights)(probe.policy) as change:
         power, probe = enough(probe, change, first)
         probe.sync(whole=True)
         after = probe.sample(whole, tokens, [prompt])
@@ -291,7 +328,7 @@ def prefix_cache(probe: Probe) -> Rung:
     if reused and not probe.bounds.hold(gap):
         stale = f"{reused} tokens of a prompt came from the cache right after a sync: it holds activations of earlier weights"
         cause = Fault.STALE_PREFIX_CACHE, f"{stale}; empty it with each sync, and salt it with the version"
-    return judged(4, "prefix cache", probe, gap, "A cached prompt is computed anew after a sync.", lambda: cause, power=power)
+    return rung_of(4, "prefix cache", probe, gap, "A cached prompt is computed anew after a sync.", lambda: cause, power=power)
 
 
 def long_prompt(probe: Probe, length: int) -> Prompt:
@@ -320,15 +357,15 @@ def paths(probe: Probe) -> Rung:
     probe = probe.looked_closer(gap, samples, WHOLE)
     fault: Cause = (Fault.DECODE_PREFILL, "decoding and prefilling the same ids give different log-probs")
     if probe.bounds.hold(gap):
-        deltas = [alone(probe, row, sample) for row, sample in list(enumerate(samples))[:4]]
+        deltas = [sampled_alone(probe, row, sample) for row, sample in list(enumerate(samples))[:4]]
         batch = Gap.of(torch.cat(deltas))
         if not probe.bounds.hold(batch):
             fault = (Fault.BATCH_DEPENDENCE, "a request alone and the same request in a batch give different log-probs")
         gap = probe.bounds.worst(gap, batch)
-    return judged(5, "paths", probe, gap, "Decoding, prefilling and sampling alone agree.", lambda: fault)
+    return rung_of(5, "paths", probe, gap, "Decoding, prefilling and sampling alone agree.", lambda: fault)
 
 
-def alone(probe: Probe, row: int, sample: Sample) -> Tensor:
+def sampled_alone(probe: Probe, row: int, sample: Sample) -> Tensor:
     """Samples one prompt again without a batch, and returns [L] differences of the log-probs.
 
     Compares only tokens before the first that differs: rounding may change a sampled token, and what follows is another text.
@@ -367,12 +404,12 @@ def loss_split(gradient: Gradient, total: Callable[[Tensor], Tensor]) -> Rung:
     if distance > bound:
         noise = norm(gradient(1 << 30, True).sub_(whole)) / max(power, 1e-30)
         bound = min(max(SPLIT_FACTOR * noise, SPLIT_LEAST), SPLIT_MOST)
-    verdict, fault, sentence = Verdict.OK, None, "The gradient does not depend on micro-batches."
+    verdict, fault, sentence = Outcome.OK, None, "The gradient does not depend on micro-batches."
     if not distance <= bound:
-        verdict, fault = Verdict.FAILED, Fault.SPLIT_DEPENDENCE
+        verdict, fault = Outcome.FAILED, Fault.SPLIT_DEPENDENCE
         sentence = f"the gradient depends on the split: in micro-batches it differs by {distance:.3g} of its norm"
     elif not power > 0:
-        verdict, sentence = Verdict.NOT_MEASURABLE, "The gradient of the toy window is zero."
+        verdict, sentence = Outcome.NOT_MEASURABLE, "The gradient of the toy window is zero."
     return Rung(
         number=6,
         name="loss",

@@ -14,14 +14,11 @@ from rlgen.processes import Processes
 def send_weights(
     engine: Engine, model: PreTrainedModel, version: int, processes: Processes, hashed: bool = False, whole: bool = False
 ) -> None:
-    """Sends the weights of `model` to this process's engine, and compares the engine's receipt with what was sent.
+    """Sends the weights of `model` to this process's engine, in its dtype, and compares its receipt with what was sent.
 
-    They are sent in the engine's dtype; of an adapted model only the adapter is sent to an engine that merges it itself.
-
-    The engine computes the receipt before it packs its weights, because hashes of packed weights cannot be compared. So the
-    receipt does not show what the engine does with them afterwards; comparing log-probs does.
-
-    All processes must call this at the same time. An error in one is raised in all.
+    Of an adapted model only the adapter is sent to an engine that merges it itself. The engine computes the receipt before it
+    packs its weights, because hashes of packed weights cannot be compared. What it does with them afterwards only a comparison of
+    log-probs shows. All processes must call this at the same time; an error in one is raised in all.
 
     Args:
         hashed: compare the bytes, too; otherwise only names, dtypes and shapes.
@@ -74,9 +71,8 @@ def check_receipt(sent: Mapping[str, str], receipt: SyncReport, version: int, ec
         return
     senders = {print_: name for name, print_ in sent.items()}
     if all(got[name] in senders for name in other) and len(other) > 1:
-        raise SentinelError(
-            Fault.SWAPPED_TENSORS, f"{other[0]} arrived as {senders[got[other[0]]]}: tensors changed places on the way", where
-        )
+        sentence = f"{other[0]} arrived as {senders[got[other[0]]]}: tensors changed places on the way"
+        raise SentinelError(Fault.SWAPPED_TENSORS, sentence, where)
     raise SentinelError(
         Fault.STALE_WEIGHTS if len(other) == len(sent) else Fault.STALE_TENSOR,
         f"{len(other)} of {len(sent)} tensors arrived with other values, dtypes or shapes than they were sent with, among them"

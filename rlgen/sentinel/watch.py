@@ -11,12 +11,12 @@ from torch import Tensor
 from rlgen.errors import EngineError, Fault, SentinelError
 from rlgen.metrics import Metric
 from rlgen.rollout.sample import turns_apart
+from rlgen.sentinel.bounds import Gap, engine_gap
 from rlgen.sentinel.diagnose import Cause, explain
-from rlgen.sentinel.gap import Gap, compare
 from rlgen.sentinel.probe import FEWER_TOKENS, Probe
 from rlgen.sentinel.rungs import caught, changed_sync
 from rlgen.sentinel.sync import send_weights
-from rlgen.sentinel.verdict import Verdict
+from rlgen.sentinel.verdict import Outcome
 from rlgen.types import Distribution, Sample, Samples, Sampling
 
 OnDrift = Literal["warn", "stop", "checkpoint_and_stop"]
@@ -45,15 +45,12 @@ class Watch:
 
         Tokens of earlier weights are left out, because they differ legitimately. Those that follow them in a row count: the
         engine computes what is before them again, with its new weights. Rows that the policy could not compute (NaN) are left
-        out too: they say nothing about the engine.
+        out too: they say nothing about the engine. Raises SentinelError as `drifted` does.
 
         Args:
             samples: those of this process; all processes call this at the same time with theirs.
             logp: [N] log-probs of the trainer, of the distribution that the run samples from.
             sure: [N] bool, the tokens to compare: see `Truncation.sure`. None: all.
-
-        Raises:
-            SentinelError: they differ, and the recipe says stop.
         """
         mask = torch.from_numpy(samples.loss_mask.values)
         delta = torch.where(mask, logp.double() - torch.from_numpy(samples.sampler_logp.values).double(), 0.0)
@@ -75,10 +72,8 @@ class Watch:
     def after_sync(self, step: int) -> dict[str, Any]:
         """Samples a few completions with the weights of `step`, compares them, and returns metrics; {} if no comparison is due.
 
-        The first sync of a resumed run is always compared, but whether metrics are returned depends on the step alone.
-
-        Raises:
-            SentinelError: engine and trainer differ, and the recipe says stop.
+        The first sync of a resumed run is always compared, but whether metrics are returned depends on the step alone. Raises
+        SentinelError as `drifted` does.
         """
         if self.probe_every is None:
             return {}
@@ -88,7 +83,7 @@ class Watch:
         probe = replace(self.probe, version=step)
         samples = probe.sample(probe.whole, FEWER_TOKENS)
         logp = probe.trainer.logp(samples, probe.whole)
-        gap = compare(samples, logp)
+        gap = engine_gap(samples, logp)
         drifted = self.drifted(gap, lambda: worst(samples, logp), probe.whole, step + 1, f"weight sync of step {step}")
         return {Metric.SENTINEL_PROBE_DELTA: gap.max_delta, Metric.SENTINEL_DRIFT: drifted} if due else {}
 
@@ -97,20 +92,16 @@ class Watch:
         return replace(self, probe=replace(self.probe, sampling=sampling))
 
     def evaluated(self, samples: Sequence[Sample], step: int) -> dict[str, Any]:
-        """Compares completions of an evaluation by the weights of `step`, and returns metrics.
+        """Compares completions of an evaluation by the weights of `step`, and returns metrics; {} if there are none.
 
-        Args:
-            samples: the same in all processes; without any, nothing is compared.
-
-        Raises:
-            SentinelError: engine and trainer differ, and the recipe says stop.
+        The samples are the same in all processes. Raises SentinelError as `drifted` does.
         """
         if not samples:
             return {}
         samples = [turn for sample in samples for turn in turns_apart(sample)]
         trainer, distribution = self.probe.trainer, self.probe.sampling.distribution
         logp = trainer.logp(samples, distribution)
-        gap = compare(samples, logp, trainer.sure(samples, distribution))
+        gap = engine_gap(samples, logp, trainer.sure(samples, distribution))
         self.drifted(gap, lambda: worst(samples, logp), distribution, step + 1, f"evaluation after step {step}")
         return {Metric.EVAL_DELTA_MEAN: gap.mean_delta, Metric.EVAL_DELTA_MAX: gap.max_delta}
 
@@ -147,10 +138,7 @@ class Watch:
         raise SentinelError(fault, f"{why}. {words}. Nothing was trained on it.", where)
 
     def look_again(self, probe: Probe, gap: Gap) -> Cause:
-        """Finds the cause of a drift by `gap` with new samples.
-
-        Checks whether the engine holds the current weights, and whether sending them again helps.
-        """
+        """Finds the cause of a drift by `gap`: does the engine hold the current weights, and does sending them again help?"""
         self.drain()
         whole = probe.whole
         if not self.sleeps and probe.bounds.hold(probe.trainer.gap(probe.sample(whole, FEWER_TOKENS), whole)):
@@ -170,7 +158,7 @@ class Watch:
             return error.fault, error.sentence
         except EngineError as error:  # such as too little free memory, as gradients are allocated
             return Fault.DRIFT, f"the engine could not be checked again: {error}"
-        if again.verdict is not Verdict.FAILED:
+        if again.verdict is not Outcome.FAILED:
             return (
                 Fault.STALE_WEIGHTS,
                 f"engine and trainer agree once version {probe.version} is sent again: the engine had other weights, though it"
@@ -192,5 +180,5 @@ def part_of(sample: Sample, version: int) -> Sample:
 
 def worst(samples: Sequence[Sample], logp: Sequence[Tensor]) -> list[Sample]:
     """Returns the `WORST` samples that differ most, to find a cause with."""
-    gaps = [compare([sample], [logp_L]).max_delta for sample, logp_L in zip(samples, logp, strict=True)]
+    gaps = [engine_gap([sample], [logp_L]).max_delta for sample, logp_L in zip(samples, logp, strict=True)]
     return [samples[row] for row in sorted(range(len(samples)), key=lambda row: -gaps[row])[:WORST]]

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlgen.errors import CheckpointError, RlgenError, Stopped, UsageError, redacted
+from rlgen.errors import CheckpointError, ProcessError, RlgenError, Stopped, UsageError, redacted
 from rlgen.files import private_files, write_text, written
 from rlgen.heap import importing, keep_freed_memory
 from rlgen.recipe import LoadedRecipe, Recipe, dump_recipe, load_recipe
@@ -57,6 +57,10 @@ def train(path: Path, options: TrainOptions = PLAIN, say: Say = print) -> Path:
     with private_files(), StopRequest(launched=launch.world > 1).listening() as stop:
         if launch.world == 1:
             loaded = load()
+            if loaded.recipe.cluster is not None:
+                from rlgen.cluster.driver import train_on_cluster
+
+                return train_on_cluster(loaded, options, say, stop)
             stop.by(deadline_of(loaded.recipe, began))
             options = after_restart(loaded.recipe.run_path, options)
             with nothing_left(loaded.recipe.run_path):
@@ -103,7 +107,12 @@ def load_checked(launch: Launch, path: Path, options: TrainOptions, began: float
     loaded = load_recipe(path, overrides)
     if launch.rank == 0:
         check_progress(options.progress)
-    check_launch(launch, loaded.recipe.processes.count, os.environ, parents())
+    cluster = loaded.recipe.cluster
+    if cluster is not None and launch.world > 1:
+        raise ProcessError(
+            f"cluster starts {cluster.trainers} processes, and a launcher has started {launch.world}: start `rlgen train` alone"
+        )
+    check_launch(launch, None if cluster else loaded.recipe.processes.count, os.environ, parents())
     deadline = deadline_of(loaded.recipe, began)
     if deadline is not None and deadline.at <= began:
         raise UsageError(
@@ -256,7 +265,7 @@ def begin(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it before its first product
     processes = launched or Processes.alone()
     checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep, processes)
-    choice = processes.patiently(lambda: checkpoints.choose(options.resume_step))
+    choice = processes.on_main(lambda: checkpoints.choose(options.resume_step), keepalive=True)
     attempt = RunContext(
         recipe=recipe,
         directory=directory,

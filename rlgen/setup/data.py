@@ -22,8 +22,7 @@ from rlgen.recipe.evaluation import data_of, seed_of
 from rlgen.recipe.models import EvalRecipe
 from rlgen.recipe.sizes import eval_prompt_limit, fitted, fitted_eval, prompt_limit, what_follows
 from rlgen.rollout.conversations import Dialogue
-from rlgen.rollout.environment import EnvironmentTurns
-from rlgen.rollout.observed import observed
+from rlgen.rollout.environment import EnvironmentTurns, observed
 from rlgen.rollout.tools import ToolTurns
 from rlgen.tools.arena import open_arena
 from rlgen.tools.box import open_tools, schemas_of
@@ -184,7 +183,7 @@ def open_dialogue(
     if (environment := recipe.environment) is None:
         turns = open_turns(recipe, tokenizer, stop_ids, output)
     else:
-        suffixes = Suffixes.open(tokenizer, recipe.data, (), stop_ids, environment.role)
+        suffixes = Suffixes(tokenizer, recipe.data, (), stop_ids, environment.role)
         arena = open_arena(environment, recipe.scoring, output)
         turns = EnvironmentTurns(arena, suffixes, recipe.data.columns.prompt)
     return Dialogue(turns=turns, max_turns=recipe.rollout.max_turns, reply_timeout=recipe.rollout.reply_timeout)
@@ -194,7 +193,7 @@ def open_turns(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, stop_ids: Seq
     form = format_of(str(tokenizer.chat_template), recipe.data.tool_format)
     box = open_tools(recipe.tools, recipe.scoring, output)
     try:
-        suffixes = Suffixes.open(tokenizer, recipe.data, box.schemas, stop_ids)
+        suffixes = Suffixes(tokenizer, recipe.data, box.schemas, stop_ids)
         # A template that the recipe names is the user's own: a model may know its tools without being shown them.
         if recipe.data.chat_template is None and not suffixes.shows_tools:
             raise SetupError(

@@ -10,7 +10,7 @@ from rlgen.models.lora import load_adapter
 from rlgen.models.weights import base_digest
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
-from rlgen.recipe.evaluation import rewards_of, seed_of, temperature_of
+from rlgen.recipe.evaluation import eval_rewards, seed_of, temperature_of
 from rlgen.recipe.models import EvalRecipe
 from rlgen.recipe.trainers import GRPORecipe
 from rlgen.rewards.score import Scorer, open_scorer
@@ -39,7 +39,7 @@ def open_eval_scorer(recipe: Recipe, held_out: HeldOut, output: Path, failures: 
     settings, longest = held_out.settings, completion_tokens(recipe, held_out.settings)
     answer = settings.columns.answer if settings.columns else recipe.data.columns.answer
     columns = {*held_out.rows.columns, "answer"} if answer else set(held_out.rows.columns)
-    rewards, size, turns = rewards_of(recipe, settings), settings.group_size, recipe.talks
+    rewards, size, turns = eval_rewards(recipe, settings), settings.group_size, recipe.talks
     return open_scorer(rewards, columns, longest, recipe.scoring, output, failures, turns, answers, size)
 
 
@@ -87,7 +87,7 @@ def writer_of(folder: Path, pair: Pair, held_out: HeldOut, processes: Processes,
         folder=folder,
         rank=processes.rank,
         world=processes.world,
-        prompts=held_out.prompts,
+        prompt_at=held_out.prompts.at,
         tokenizer=pair.data.tokenizer,
         stop_ids=pair.sampling.stop_ids,
         every=1,

@@ -14,11 +14,11 @@ from transformers import get_scheduler
 
 from rlgen.algorithms.base import Algorithm
 from rlgen.errors import SetupError
-from rlgen.models.memory_errors import memory_for, what_helps
+from rlgen.models.memory_errors import memory_advice, memory_for
 from rlgen.models.policy import BasePolicy, Policy
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
-from rlgen.run.checkpoint import Checkpoints
+from rlgen.run.checkpoint import load_checkpoint
 from rlgen.sentinel.watch import Watch
 from rlgen.setup.policy import Policies, build_reference
 from rlgen.trainers.groups import ExactSum, Groups, provisional_totals
@@ -89,10 +89,10 @@ def restore(recipe: Recipe, learner: Learner, checkpoint: Path | None, processes
     """
     if checkpoint is None:
         return Position()
-    with memory_for("the checkpoint's optimizer state", what_helps(recipe, "optimizer"), SetupError):
-        return Checkpoints.load(
-            checkpoint, learner.policy.model, learner.optimizer, learner.schedule, processes, learner.models.base
-        )
+    with memory_for("the checkpoint's optimizer state", memory_advice(recipe, "optimizer"), SetupError):
+        policy, base = learner.policy, learner.models.base
+        parts = policy.model, learner.optimizer, learner.schedule
+        return processes.run_all(lambda: load_checkpoint(checkpoint, *parts, processes.rank, base))
 
 
 def build_learning(
@@ -127,7 +127,7 @@ def build_updater(recipe: Recipe, learner: Learner, sampling: Sampling, processe
         distribution=sampling.distribution,
         max_tokens=sampling.max_tokens,
         watch=watch,
-        less_memory=partial(what_helps, recipe),
+        less_memory=partial(memory_advice, recipe),
         deterministic=recipe.run.deterministic,
     )
 

@@ -17,7 +17,7 @@ from rlgen.models.compiled import compile_layers
 from rlgen.models.half import HALF, compute_in_half
 from rlgen.models.load import load_model
 from rlgen.models.lora import add_adapter, is_adapted
-from rlgen.models.memory_errors import memory_for, what_helps
+from rlgen.models.memory_errors import memory_advice, memory_for
 from rlgen.models.packing import can_pack
 from rlgen.models.policy import BasePolicy, Policy
 from rlgen.models.sharding import mesh_of, move_buffers, read_by_slices, shard
@@ -84,7 +84,7 @@ def open_shards(
 ) -> Policy:
     """Loads this process's shards of the model, and checks that rlgen knows how it computes logits."""
     policy = processes.run_all(lambda: build_shards(recipe, location, mesh, trained, say))
-    with memory_for("a forward pass of eight tokens", what_helps(recipe, "load"), SetupError):
+    with memory_for("a forward pass of eight tokens", memory_advice(recipe, "load"), SetupError):
         processes.run_all(policy.check, has_collectives=True)
     processes.run_all(lambda: compile_and_pack(recipe, policy, prompts), has_collectives=True)
     return policy
@@ -98,7 +98,7 @@ def build_policy(recipe: Recipe, location: str, prompts: Sequence[NDArray[np.int
     settings = recipe.model
     dtype = getattr(torch, settings.dtype)
     held = torch.float32 if settings.lora is None else dtype
-    with memory_for("the model", what_helps(recipe, "load"), SetupError):
+    with memory_for("the model", memory_advice(recipe, "load"), SetupError):
         model = load_model(location, settings.revision, held, settings.attention, device, settings.quantization)
         if settings.lora is not None:
             add_adapter(model, settings.lora, recipe.run.seed, settings.revision)
@@ -117,7 +117,7 @@ def compile_and_pack(recipe: Recipe, policy: Policy, prompts: Sequence[NDArray[n
     wanted, compiled = recipe.optim.packing, recipe.model.compile
     possible = can_pack(policy.model.device, policy.dtype)
     if compiled:
-        with memory_for("compiling the model", what_helps(recipe, "forward"), SetupError):
+        with memory_for("compiling the model", memory_advice(recipe, "forward"), SetupError):
             compile_layers(policy.model)
     if wanted or (wanted is None and not compiled and policy.vision is None and possible):
         if not possible:
@@ -161,7 +161,7 @@ def build_shards(recipe: Recipe, location: str, mesh: DeviceMesh, trained: bool,
         if read_by_slices(model, mesh["shard"].size()):
             made.append(sharded(model))
 
-    with memory_for("the model" if trained else "the reference", what_helps(recipe, "load"), SetupError):
+    with memory_for("the model" if trained else "the reference", memory_advice(recipe, "load"), SetupError):
         model = load_model(location, settings.revision, held, settings.attention, torch.device("cpu"), divide=divide)
         if not made:
             say(
@@ -181,7 +181,7 @@ def build_reference(recipe: Recipe, policy: Policy) -> Policy | BasePolicy:
     """Returns the frozen model in its present state: a copy of the policy; under an adapter its base, which needs no copy."""
     if recipe.model.lora is not None:
         return BasePolicy(policy)
-    with memory_for("the reference, a copy of the model", what_helps(recipe, "load"), SetupError):
+    with memory_for("the reference, a copy of the model", memory_advice(recipe, "load"), SetupError):
         return copy.deepcopy(policy).requires_grad_(False)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlgen.engines.base import Settings
-from rlgen.models.other_dtype import FP8, nudged
+from rlgen.models.half import FP8, nudged
 from rlgen.recipe import Recipe
 from rlgen.rollout.table import RowTable
 from rlgen.sentinel.bounds import Bounds, most_for

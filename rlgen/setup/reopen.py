@@ -10,8 +10,8 @@ import yaml
 
 from rlgen.callbacks import Callback
 from rlgen.errors import RlgenError, UsageError
-from rlgen.files import read_text, write_text
-from rlgen.recipe import LoadedRecipe, Recipe, dump_recipe
+from rlgen.files import write_text
+from rlgen.recipe import LoadedRecipe, Recipe, dump_recipe, load_recipe
 from rlgen.recipe.sizes import FOLLOWING
 from rlgen.run.console import Progress
 from rlgen.run.directory import RunDirectory
@@ -27,7 +27,7 @@ MAY_CHANGE = (
     *("optim.micro_batch_tokens", "optim.packing", "model.gradient_checkpointing"),
     *("run.dir", "run.name", "run.probe_max", "run.must_save_by", "optim.max_nonfinite"),
     *("eval.every", "eval.at_start", "eval.best"),
-    *("checkpoint.", "rollouts.", "sentinel.", "engine.", "processes.", "scoring.", "health.", "sinks"),
+    *("checkpoint.", "rollouts.", "sentinel.", "engine.", "processes.", "scoring.", "health.", "sinks", "cluster"),
 )
 
 
@@ -52,6 +52,19 @@ class TrainOptions:
     @property
     def resumes(self) -> bool:
         return self.resume or self.resume_step is not None
+
+    def words(self) -> list[str]:
+        """Returns these options as `rlgen train` takes them, but for the overrides."""
+        words = [] if self.max_steps is None else ["--max-steps", str(self.max_steps)]
+        words += [] if self.run_dir is None else ["--run-dir", str(self.run_dir)]
+        words += ["--resume"] if self.resume else []
+        words += [] if self.resume_step is None else ["--resume-step", str(self.resume_step)]
+        words += ["--allow-changed-rewards"] if self.changed_rewards else []
+        return [*words, *(["--clean"] if self.clean else []), "--progress", self.progress]
+
+    def again(self, resume: bool) -> "TrainOptions":
+        """Returns the options of another attempt of the same command, which resumes if the first one has begun the run."""
+        return replace(self, resume=True, clean=False, resume_step=None) if resume else self
 
 
 def open_directory(loaded: LoadedRecipe, options: TrainOptions) -> RunDirectory:
@@ -100,7 +113,8 @@ def reopen(path: Path, loaded: LoadedRecipe, resolved: str) -> RunDirectory:
     """Opens the directory of an earlier attempt of the same run."""
     directory = RunDirectory.reopen(path)
     try:
-        before = yaml.safe_load(read_text(directory.resolved))
+        # Read as a recipe: an older rlgen wrote keys that have another name today, and lacked keys that were added since.
+        before = yaml.safe_load(dump_recipe(load_recipe(directory.resolved, resolved=True).recipe))
         free = may_change(before, loaded.recipe)
         if changed := changes(before, yaml.safe_load(resolved), free):
             raise UsageError(

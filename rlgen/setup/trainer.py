@@ -17,10 +17,9 @@ from rlgen.processes import Processes
 from rlgen.recipe import Recipe, dump_recipe
 from rlgen.rewards.early import EarlyScoring
 from rlgen.rewards.score import Scorer, open_scorer
-from rlgen.rollout.ahead import Ahead
 from rlgen.rollout.custom import CustomRollout
 from rlgen.rollout.journal import Journal
-from rlgen.rollout.sampler import Sampler
+from rlgen.rollout.sampler import Ahead, Sampler
 from rlgen.run.checkpoint import Checkpoints, little_space, seed_random
 from rlgen.run.console import Console
 from rlgen.run.directory import Best, RunDirectory
@@ -28,10 +27,10 @@ from rlgen.run.health import Health, rules_of
 from rlgen.run.manifest import check_model_files, read_manifest
 from rlgen.run.rollouts import RolloutWriter
 from rlgen.run.sinks.open import Sinks, open_sinks
-from rlgen.sentinel.ladder import after_check_1, climb, summary
 from rlgen.sentinel.probe import Probe
+from rlgen.sentinel.rungs import after_check_1, climb
 from rlgen.sentinel.sync import send_weights
-from rlgen.sentinel.verdict import Rung, failed
+from rlgen.sentinel.verdict import Rung, agreement, failed
 from rlgen.sentinel.watch import Watch
 from rlgen.setup.data import Data, open_data, open_dialogue
 from rlgen.setup.evaluation import build_evaluator, open_eval_scorer, words_of
@@ -93,7 +92,7 @@ def open_trainer(attempt: RunContext, between: Callable[[], None] = lambda: None
         probe = after_check_1(probe, rungs)
         if recipe.model.lora is not None:
             console.say(f"lora: {describe(pair.learner.policy.model)}")
-        console.say(f"sentinel: {summary(rungs)}")
+        console.say(f"sentinel: {agreement(rungs)}")
         if processes.is_main and (warning := little_space(attempt.directory.checkpoints, pair.learner.policy.model)):
             console.say(f"warning: {warning}")
         engine = pair.engine.facts()
@@ -111,7 +110,7 @@ def open_inputs(attempt: RunContext, between: Callable[[], None]) -> tuple[Data,
     console.say(f"device: {torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type}, {recipe.model.dtype}")
     seed_random(f"{recipe.run.seed}/{processes.rank}")  # a checkpoint restores its own random states later
     console.say(f"data: reading {recipe.data.source} …")
-    processes.patiently(lambda: check_model_files(Path(recipe.model.path)))
+    processes.on_main(lambda: check_model_files(Path(recipe.model.path)), keepalive=True)
     data = processes.main_first(lambda: open_data(recipe))
     for notice in data.notices:
         console.say(notice)
@@ -119,7 +118,7 @@ def open_inputs(attempt: RunContext, between: Callable[[], None]) -> tuple[Data,
     scorer = processes.run_all(lambda: build_scorer(data.recipe, data.rows, attempt.directory, processes.rank))
     for reward in scorer.rewards:
         if reward.sha256 is not None:
-            console.say(f"reward {reward.label}: {reward.use} (sha256 {reward.sha256[:12]})")
+            console.say(f"reward {reward.label}: {reward.entry.use} (sha256 {reward.sha256[:12]})")
     console.say(f"data: {listed({name: count for name, count in data.prompts.counts.items() if count})}")
     for warning in data.warnings:
         console.say(f"warning: {warning}")
@@ -237,7 +236,7 @@ def build_trainer(attempt: RunContext, pair: Pair, code: UserCode, probe: Probe)
 
 def open_journal(attempt: RunContext, pair: Pair, code: UserCode) -> Journal:
     """Opens the journal, with what earlier attempts sampled and scored after the checkpoint."""
-    judge = [(reward.label, reward.sha256, reward.weight) for reward in code.scorer.rewards]
+    judge = [(reward.label, reward.sha256, reward.entry.weight) for reward in code.scorer.rewards]
     folder, say = attempt.directory.journal, attempt.console.say
     beside = [pair.learner.models.base, *([] if code.dialogue is None else [code.dialogue.digest])]
     beside += [] if code.custom is None else [code.custom.use, code.custom.sha256]
@@ -306,7 +305,7 @@ def build_writer(
         folder=attempt.directory.rollouts,
         rank=processes.rank,
         world=processes.world,
-        prompts=pair.data.prompts,
+        prompt_at=pair.data.prompts.at,
         tokenizer=pair.data.tokenizer,
         stop_ids=pair.sampling.stop_ids,
         every=recipe.rollouts.every,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlgen.recipe.models import EnvironmentRecipe, ScoringRecipe
-from rlgen.tools.box import CHARACTERS, Answered, Calls, digest_of
+from rlgen.tools.box import CHARACTERS, Answered, Calls, answers_digest
 from rlgen.tools.environment import EnvironmentSource
 from rlgen.worker_pool.pool import Pool, limits_of
 
@@ -71,7 +71,7 @@ def open_arena(settings: EnvironmentRecipe, scoring: ScoringRecipe, output: Path
         for pool in pools:
             pool.start()  # all of them import at the same time
         found = [pool.facts()[0] for pool in pools]
-        digest = digest_of(settings.model_dump(mode="json"), found[0].sha256)
+        digest = answers_digest(settings.model_dump(mode="json"), found[0].sha256)
         return EnvPool(settings, digest, Calls(pools, "environment answers"))
     except BaseException:
         for pool in pools:

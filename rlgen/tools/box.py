@@ -5,6 +5,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -129,7 +130,7 @@ class ToolBox:
                 if isinstance(value, RlgenError):
                     missing.clear()
                 else:
-                    answers[place] = told(value)
+                    answers[place] = tool_answer(value)
                     missing.remove(place)
                 if missing:
                     return
@@ -146,17 +147,18 @@ class ToolBox:
         self.calls.close()
 
 
-def told(value: dict[str, Any] | Failed) -> ToolAnswer:
+def tool_answer(value: dict[str, Any] | Failed) -> ToolAnswer:
     """Returns the answer that the model reads, from the outcome of a call."""
     if not isinstance(value, Failed):
         return ToolAnswer(value["text"], left_out=value["characters"] - len(value["text"]))
-    if value.cause == "arguments":
-        return ToolAnswer(f"Error: the arguments do not fit: {value.message}", "arguments")
     if value.cause in ("timeout", "died"):
         log.warning("tool: %s", value.message)
-        text = "no answer in time" if value.cause == "timeout" else "the tool's process ended"
-        return ToolAnswer(f"Error: {text}", value.cause)
-    return ToolAnswer(f"Error: {value.message}", value.cause)
+    text = {
+        "arguments": f"the arguments do not fit: {value.message}",
+        "timeout": "no answer in time",
+        "died": "the tool's process ended",
+    }.get(value.cause, value.message)
+    return ToolAnswer(f"Error: {text}", value.cause)
 
 
 def open_tools(entries: Sequence[ToolRecipe], scoring: ScoringRecipe, output: Path | None = None) -> ToolBox:
@@ -165,11 +167,11 @@ def open_tools(entries: Sequence[ToolRecipe], scoring: ScoringRecipe, output: Pa
     Raises:
         ToolError: a function is not there, its import fails or does not end, or it cannot be described to a model.
     """
-    pool = pool_of(entries, scoring, output)
+    pool = Pool([ToolSource(one.use, one.timeout, one.label, one.args) for one in entries], limits_of(scoring), output)
     try:
         facts = pool.facts()
         schemas = tuple(fact.schema for fact in facts if fact.schema is not None)
-        digest = digest_of([entry.model_dump(mode="json") for entry in entries], schemas, [fact.sha256 for fact in facts])
+        digest = answers_digest([entry.model_dump(mode="json") for entry in entries], schemas, [fact.sha256 for fact in facts])
         return ToolBox(tuple(entries), schemas, digest, Calls([pool], "tool answers"))
     except BaseException:
         pool.close()
@@ -180,18 +182,11 @@ def schemas_of(entries: Sequence[ToolRecipe], scoring: ScoringRecipe) -> tuple[d
     """Returns the schemas of tools, without keeping a process."""
     if not entries:
         return ()
-    pool = pool_of(entries, scoring, None)
-    try:
-        return tuple(fact.schema for fact in pool.facts() if fact.schema is not None)
-    finally:
-        pool.close()
+    with closing(open_tools(entries, scoring)) as box:
+        return box.schemas
 
 
-def pool_of(entries: Sequence[ToolRecipe], scoring: ScoringRecipe, output: Path | None) -> Pool:
-    return Pool([ToolSource(one.use, one.label, one.timeout, one.args) for one in entries], limits_of(scoring), output)
-
-
-def digest_of(*decides: Any) -> str:
+def answers_digest(*decides: Any) -> str:
     """Returns the digest of what decides the answers."""
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -10,58 +10,54 @@ import math
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
 from rlgen.errors import ToolError
 from rlgen.tools.examples import ENVIRONMENTS
-from rlgen.worker_pool.failures import Failed, failure_of
-from rlgen.worker_pool.find import facts_of, find
-from rlgen.worker_pool.source import FunctionFacts, Trade
+from rlgen.worker_pool.failures import failure_of, short_repr
+from rlgen.worker_pool.find import find_function, function_facts
+from rlgen.worker_pool.source import FunctionSource, Loaded, Trade
 
 LEAVES_AFTER = 1.0  # seconds without a conversation after which a process that may hold a hanging call ends
 ENVIRONMENT = Trade("environment", "environment", ToolError)
 
 
 @dataclass(frozen=True, slots=True)
-class EnvironmentSource:
+class EnvironmentSource(FunctionSource):
     """The environment that a worker imports."""
 
-    use: str
-    timeout: float  # seconds
     args: dict[str, Any]  # of the recipe
     trade: ClassVar[Trade] = ENVIRONMENT
 
-    def load(self) -> "LoadedEnvironment":
-        make, sha256 = (ENVIRONMENTS[self.use], None) if self.use in ENVIRONMENTS else find(self.use, ENVIRONMENT)
+    def load(self) -> Loaded:
+        make, sha256 = (ENVIRONMENTS[self.use], None) if self.use in ENVIRONMENTS else find_function(self.use, ENVIRONMENT)
         for method in ("reset", "step"):
             if not callable(getattr(make, method, None)):
                 raise ToolError(f"environment: {self.use} is not a class with a method `{method}`; see `rlgen docs environments`")
-        facts = facts_of(self.use, make, sha256, ENVIRONMENT)
+        facts = function_facts(self.use, make, sha256, ENVIRONMENT)
         parameters = [name for name, _, _ in facts.parameters]
         takes_all = any(kind == "VAR_KEYWORD" for _, kind, _ in facts.parameters)
         if not takes_all and (unknown := sorted(set(self.args) - set(parameters))):
             named = ", ".join(parameters) or "none"
             raise ToolError(f"environment: {self.use} has no parameter `{unknown[0]}`, which args gives; it has {named}")
-        # Its calls share one process, as those of async functions do.
-        facts = FunctionFacts(facts.parameters, is_async=True, file=facts.file, sha256=facts.sha256)
-        return LoadedEnvironment(partial(make, **self.args), facts, self.timeout)
+        facts = replace(facts, is_async=True)  # its calls share one process, as those of async functions do
+        return Loaded(facts, OpenConversations(partial(make, **self.args)).lead, cut_text, partial(failure_of, file=facts.file))
 
 
-@dataclass(slots=True)
-class LoadedEnvironment:
-    """An imported environment, and its conversations in this process."""
+class OpenConversations:
+    """The conversations of an environment in this process."""
 
-    make: Callable[[], Any]
-    facts: FunctionFacts
-    timeout: float
-    _talks: dict[int, Any] = field(default_factory=dict)
-    _closing: "set[asyncio.Task[None]]" = field(default_factory=set)
-    _hung: bool = False  # a thread of a call that took too long may still run
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._talks: dict[int, Any] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._hung = False  # a thread of a call that took too long may still run
 
-    async def function(
+    async def lead(
         self,
         talk: int,
         begin: dict[str, Any] | None = None,
@@ -85,48 +81,35 @@ class LoadedEnvironment:
         Raises:
             Exception: whatever the environment raises; ValueError for an invalid return value. The conversation has then ended.
         """
-        if begin is None and message is None:
-            await self._end(talk)
-            return {}
-        if begin is not None:
-            self._talks[talk] = None
         try:
-            text: str | None = None
+            text = None
             if begin is not None:
-                one = self._talks[talk] = await called(self.make)
-                text = observation(await called(one.reset, taken(one.reset, begin)), "reset")
+                self._talks[talk] = None
+                one = self._talks[talk] = await call_in_thread(self._make)
+                text = observation(await call_in_thread(one.reset, **taken(one.reset, begin)), "reset")
                 if message is not None and text != expected:
                     raise ValueError(
-                        f"reset returned {shown(text)}, but {shown(expected)} when the prompt was made: completions of one"
-                        " prompt must begin alike; derive all randomness from `seed`"
+                        f"reset returned {short_repr(text)}, but {short_repr(expected)} when the prompt was made: completions of"
+                        " one prompt must begin alike; derive all randomness from `seed`"
                     )
             if demonstrate:
-                said = str(await called(self._talks[talk].demonstrate))
-                answer = step_of(await called(self._talks[talk].step, {"message": said}, by_name=False)) | {"said": said}
-                await self._end(talk)
-                return answer
-            if message is None:
-                await self._end(talk)
-                return {"text": text}
-            if talk not in self._talks:
+                said = str(await call_in_thread(self._talks[talk].demonstrate))
+                answer = checked_step(await call_in_thread(self._talks[talk].step, said)) | {"said": said}
+            elif message is None:
+                answer = {"text": text}
+            elif talk in self._talks:
+                answer = checked_step(await call_in_thread(self._talks[talk].step, message))
+            else:
                 raise RuntimeError("the process that held the state of this conversation has ended")
-            answer = step_of(await called(self._talks[talk].step, {"message": message}, by_name=False))
         except BaseException as error:
             self._hung = self._hung or isinstance(error, asyncio.CancelledError)  # at its timeout
             closing = asyncio.create_task(self._end(talk))  # nobody waits for it: there is no time left
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
             raise
-        if answer["done"]:
+        if demonstrate or answer.get("done", True):
             await self._end(talk)
         return answer
-
-    def value(self, answer: dict[str, Any], size: int | None) -> dict[str, Any]:
-        text = answer.get("text")
-        return answer | ({"text": text[:size], "characters": len(text)} if text is not None else {})
-
-    def failure(self, error: BaseException) -> Failed:
-        return failure_of(error, self.facts.file)
 
     async def _end(self, talk: int) -> None:
         """Forgets a conversation, and closes it. Once none is left, the process ends if a call may still run: the next one starts
@@ -140,11 +123,16 @@ class LoadedEnvironment:
         close = getattr(one, "close", None)
         if callable(close):
             with suppress(Exception):  # the conversation is over, so an error in `close` changes nothing
-                await called(close)
+                await call_in_thread(close)
 
     def _leave(self) -> None:
         if not self._talks:
             os._exit(0)
+
+
+def cut_text(answer: dict[str, Any], size: int | None) -> dict[str, Any]:
+    text = answer.get("text")
+    return answer | ({"text": text[:size], "characters": len(text)} if text is not None else {})
 
 
 def taken(method: Callable[..., Any], available: dict[str, Any]) -> dict[str, Any]:
@@ -155,30 +143,21 @@ def taken(method: Callable[..., Any], available: dict[str, Any]) -> dict[str, An
     return {one.name: available[one.name] for one in parameters if one.name in available}
 
 
-async def called(function: Callable[..., Any], arguments: dict[str, Any] | None = None, by_name: bool = True) -> Any:
+async def call_in_thread(function: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
     """Calls a function in a thread of its own, or an async one in the loop, and returns what it returns."""
-    given = arguments or {}
-    call = partial(function, **given) if by_name else partial(function, *given.values())
     if inspect.iscoroutinefunction(function):
-        return await call()
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if not future.done():  # it was too late
-            future.set_result((result, error))
+        return await function(*given, **named)
+    came: Future[tuple[Any, BaseException | None]] = Future()
+    came.set_running_or_notify_cancel()  # at a timeout the thread goes on, and its result is dropped
 
     def run() -> None:
-        result, error = None, None
         try:
-            result = call()
-        except BaseException as raised:  # user code may raise anything, StopIteration too, which no future takes
-            error = raised
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, result, error)
+            came.set_result((function(*given, **named), None))
+        except BaseException as error:  # user code may raise anything, StopIteration too, which no future takes
+            came.set_result((None, error))
 
     threading.Thread(target=run, name="environment", daemon=True).start()
-    result, error = await future
+    result, error = await asyncio.wrap_future(came)
     if error is not None:
         raise error
     return result
@@ -190,21 +169,16 @@ def observation(value: Any, method: str) -> str | None:
     try:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{method} returned {shown(value)}, but an observation is a text or a JSON value") from error
+        raise ValueError(f"{method} returned {short_repr(value)}, but an observation is a text or a JSON value") from error
     return text.encode("utf-8", "replace").decode()
 
 
-def step_of(value: Any) -> dict[str, Any]:
+def checked_step(value: Any) -> dict[str, Any]:
     if not isinstance(value, tuple | list) or len(value) != 3:
-        raise ValueError(f"step returned {shown(value)}, not (observation, reward, done)")
+        raise ValueError(f"step returned {short_repr(value)}, not (observation, reward, done)")
     text, reward, done = value
     if not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise ValueError(f"step returned the reward {shown(reward)}; a reward is a finite number")
+        raise ValueError(f"step returned the reward {short_repr(reward)}; a reward is a finite number")
     if not isinstance(done, bool):
-        raise ValueError(f"step returned {shown(done)} as done; done is True or False")
+        raise ValueError(f"step returned {short_repr(done)} as done; done is True or False")
     return {"text": "" if done and text is None else observation(text, "step"), "reward": float(reward), "done": done}
-
-
-def shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:79]}…"

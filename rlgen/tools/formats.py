@@ -65,7 +65,7 @@ def read_turn(form: ToolFormat, text: str, opened: bool = False, schemas: Sequen
 
     def taken(found: re.Match[str]) -> str:
         read = chosen.read(found[1])
-        calls.extend(typed(call, types) if chosen.untyped else call for call in read or ())
+        calls.extend(convert_values(call, types) if chosen.untyped else call for call in read or ())
         return "" if read and not any(isinstance(call, Malformed) for call in read) else found[0]
 
     content = chosen.block.sub(taken, said)
@@ -178,7 +178,7 @@ def kimi(text: str) -> list[Found]:
     return one_named(name, after.strip(), text)
 
 
-def value_of(text: str) -> Any:
+def unquoted_value(text: str) -> Any:
     """Returns what a value without quotes is: JSON, or a text that is no JSON. Its type is checked later."""
     try:
         return json.loads(text)
@@ -186,13 +186,13 @@ def value_of(text: str) -> Any:
         return text
 
 
-def typed(call: Found, types: Mapping[str, Mapping[str, Any]]) -> Found:
+def convert_values(call: Found, types: Mapping[str, Mapping[str, Any]]) -> Found:
     """Returns the call with its texts converted to the values that they stand for, except where the tool takes a text."""
     if isinstance(call, Malformed):
         return call
     known = types.get(call.name, {})
     texts = {name for name, schema in known.items() if schema.get("type") == "string"}
-    return ToolCall(call.name, {key: value if key in texts else value_of(value) for key, value in call.arguments.items()})
+    return ToolCall(call.name, {key: value if key in texts else unquoted_value(value) for key, value in call.arguments.items()})
 
 
 def glm(text: str) -> list[Found]:
@@ -227,7 +227,7 @@ def gemma(text: str) -> list[Found]:
         return [Malformed(text[:SHOWN], "its arguments are no pairs key:value")]
     given: dict[str, Any] = {}
     for found in re.finditer(pair, whole[2], re.S):
-        given[found[1]] = found[2] if found[2] is not None else value_of(found[3].strip())
+        given[found[1]] = found[2] if found[2] is not None else unquoted_value(found[3].strip())
     return [ToolCall(whole[1], given)]
 
 
@@ -255,7 +255,7 @@ def harmony(text: str) -> list[Found]:
     return one_named(re.split(r"[\s<]", before.strip(), maxsplit=1)[0], after.strip(), text)
 
 
-def between(opening: str, closing: str) -> re.Pattern[str]:
+def text_between(opening: str, closing: str) -> re.Pattern[str]:
     """Returns the pattern of what stands between two marks; the second may be missing at the end of a turn."""
     return re.compile(f"{re.escape(opening)}(.*?)(?:{re.escape(closing)}|\\Z)", re.S)
 
@@ -267,14 +267,16 @@ HARMONY = re.compile(r"(?:<\|channel\|>\w+ |<\|channel\|>)?to=functions\.(.*?)(?
 
 # In this order they are looked for: a template that shows a form with more marks shows those of a plainer one, too.
 FORMATS: dict[ToolFormat, Format] = {
-    "qwen_xml": Format(("<tool_call>", "<function="), between("<tool_call>", "</tool_call>"), qwen_xml, untyped=True),
-    "glm": Format(("<tool_call>", "<arg_key>"), between("<tool_call>", "</tool_call>"), glm, untyped=True),
-    "hermes": Format(("<tool_call>",), between("<tool_call>", "</tool_call>"), one_object),
-    "deepseek": Format(("<｜tool▁call▁begin｜>",), between("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"), deepseek, DEEPSEEK),
+    "qwen_xml": Format(("<tool_call>", "<function="), text_between("<tool_call>", "</tool_call>"), qwen_xml, untyped=True),
+    "glm": Format(("<tool_call>", "<arg_key>"), text_between("<tool_call>", "</tool_call>"), glm, untyped=True),
+    "hermes": Format(("<tool_call>",), text_between("<tool_call>", "</tool_call>"), one_object),
+    "deepseek": Format(
+        ("<｜tool▁call▁begin｜>",), text_between("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"), deepseek, DEEPSEEK
+    ),
     "mistral": Format(("[TOOL_CALLS]",), re.compile(r"\[TOOL_CALLS\](.*?)(?=\[TOOL_CALLS\]|\Z)", re.S), mistral),
-    "kimi": Format(("<|tool_call_argument_begin|>",), between("<|tool_call_begin|>", "<|tool_call_end|>"), kimi, KIMI),
-    "lfm": Format(("<|tool_call_start|>",), between("<|tool_call_start|>", "<|tool_call_end|>"), lfm),
-    "phi": Format(("<|tool_call|>",), between("<|tool_call|>", "<|/tool_call|>"), objects),
+    "kimi": Format(("<|tool_call_argument_begin|>",), text_between("<|tool_call_begin|>", "<|tool_call_end|>"), kimi, KIMI),
+    "lfm": Format(("<|tool_call_start|>",), text_between("<|tool_call_start|>", "<|tool_call_end|>"), lfm),
+    "phi": Format(("<|tool_call|>",), text_between("<|tool_call|>", "<|/tool_call|>"), objects),
     "gemma": Format(("call:",), re.compile(GEMMA, re.S), gemma),
     "harmony": Format(("<|channel|>", "to=functions."), HARMONY, harmony),
     "llama": Format(('"parameters": ',), re.compile(r"\A\s*(?:<\|python_tag\|>)?\s*(\{.*)\Z", re.S), llama),

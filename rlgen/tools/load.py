@@ -7,9 +7,10 @@ This module imports pydantic, and nothing heavier, so that a new worker starts q
 import inspect
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, ClassVar, NotRequired, Required, get_type_hints
 
 from pydantic import ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError
@@ -17,8 +18,8 @@ from typing_extensions import TypedDict
 
 from rlgen.errors import ToolError
 from rlgen.worker_pool.failures import Failed, described
-from rlgen.worker_pool.find import facts_of, find
-from rlgen.worker_pool.source import FunctionFacts, Trade
+from rlgen.worker_pool.find import find_function, function_facts
+from rlgen.worker_pool.source import FunctionSource, Loaded, Trade
 
 TOOLS = Trade("tools", "tool", ToolError)
 SECTION = re.compile(r"^\s*(Args|Arguments|Returns?|Raises|Yields|Examples?|Notes?):\s*$")
@@ -30,50 +31,44 @@ class WrongArguments(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedTool:
-    """One imported tool, ready to be called with what a model wrote."""
-
-    tool: Callable[..., Any]
-    facts: FunctionFacts
-    timeout: float
-    arguments: TypeAdapter[Any]  # of what the model gives
-    given: dict[str, Any]  # of the recipe; the model neither sees nor sets them
-
-    def function(self, arguments: dict[str, Any]) -> Any:
-        """Raises WrongArguments if the arguments do not fit, and whatever the tool raises."""
-        try:
-            checked = self.arguments.validate_python(arguments)
-        except ValidationError as error:
-            raise WrongArguments("; ".join(map(one_mistake, error.errors(include_url=False)))) from None
-        return self.tool(**checked, **self.given)
-
-    def value(self, answer: Any, size: int | None) -> dict[str, Any]:
-        text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
-        text = text.encode("utf-8", "replace").decode()
-        return {"text": text[:size], "characters": len(text)}
-
-    def failure(self, error: BaseException) -> Failed:
-        """Returns type and message of what was raised. The model reads them, so there is neither a line nor a traceback."""
-        if isinstance(error, WrongArguments):
-            return Failed("arguments", str(error))
-        return Failed("memory" if isinstance(error, MemoryError) else "error", described(error))
-
-
-@dataclass(frozen=True, slots=True)
-class ToolSource:
+class ToolSource(FunctionSource):
     """One tool that a worker imports."""
 
-    use: str
     name: str  # by which the model calls it
-    timeout: float  # seconds
     args: dict[str, Any]  # of the recipe
     trade: ClassVar[Trade] = TOOLS
 
-    def load(self) -> LoadedTool:
-        function, sha256 = find(self.use, TOOLS)
-        facts = facts_of(self.use, function, sha256, TOOLS)
-        schema, arguments = described_to_the_model(self, function)
-        return LoadedTool(function, replace(facts, schema=schema), self.timeout, arguments, self.args)
+    def load(self) -> Loaded:
+        tool, sha256 = find_function(self.use, TOOLS)
+        facts = function_facts(self.use, tool, sha256, TOOLS)
+        schema, checks = described_to_the_model(self, tool)
+        return Loaded(replace(facts, schema=schema), partial(call_tool, tool, checks, self.args), tool_text, tool_failure)
+
+
+def call_tool(tool: Callable[..., Any], checks: TypeAdapter[Any], given: Mapping[str, Any], *, arguments: dict[str, Any]) -> Any:
+    """Calls a tool with the arguments that a model wrote. Raises WrongArguments if they do not fit, and whatever the tool raises.
+
+    Args:
+        given: arguments of the recipe; the model neither sees nor sets them.
+    """
+    try:
+        checked = checks.validate_python(arguments)
+    except ValidationError as error:
+        raise WrongArguments("; ".join(map(one_mistake, error.errors(include_url=False)))) from None
+    return tool(**checked, **given)
+
+
+def tool_text(answer: Any, size: int | None) -> dict[str, Any]:
+    text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
+    text = text.encode("utf-8", "replace").decode()
+    return {"text": text[:size], "characters": len(text)}
+
+
+def tool_failure(error: BaseException) -> Failed:
+    """Returns type and message of what was raised. The model reads them, so there is neither a line nor a traceback."""
+    if isinstance(error, WrongArguments):
+        return Failed("arguments", str(error))
+    return Failed("memory" if isinstance(error, MemoryError) else "error", described(error))
 
 
 def one_mistake(error: Any) -> str:
@@ -88,7 +83,7 @@ def described_to_the_model(source: ToolSource, function: Callable[..., Any]) -> 
         ToolError: the function has no docstring, or a parameter without a name, without a type, or of a type that JSON lacks.
     """
     where = f"tools: {source.use}"
-    summary, described_parameters = parts_of(inspect.getdoc(function) or "")
+    summary, described_parameters = docstring_parts(inspect.getdoc(function) or "")
     if not summary:
         raise ToolError(f"{where} has no docstring, from which the model learns what it does; write one")
     parameters = inspect.signature(function).parameters
@@ -125,7 +120,7 @@ def described_to_the_model(source: ToolSource, function: Callable[..., Any]) -> 
     return {"type": "function", "function": {"name": source.name, "description": summary, "parameters": told}}, adapter
 
 
-def parts_of(docstring: str) -> tuple[str, dict[str, str]]:
+def docstring_parts(docstring: str) -> tuple[str, dict[str, str]]:
     """Splits a docstring in Google's style: what comes before its sections, and what its section Args says of each parameter."""
     summary: list[str] = []
     parameters: dict[str, str] = {}

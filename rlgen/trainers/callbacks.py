@@ -73,7 +73,7 @@ class Callbacks:
                     why = called(callback, point, when, arguments()) or why
             return why
 
-        if self.there and (why := self.processes.patiently(call_all)):
+        if self.there and (why := self.processes.on_main(call_all, keepalive=True)):
             stop.why = stop.why or why
 
 

@@ -10,12 +10,13 @@ import numpy as np
 from rlgen.errors import DivergedError
 from rlgen.metrics import Metric
 from rlgen.processes import Processes
+from rlgen.rollout.parquet import Rollout
 from rlgen.run.clock import Clock
 from rlgen.run.console import Console, Example
 from rlgen.run.directory import RunDirectory, finite
 from rlgen.run.health import Checkup, Health
 from rlgen.run.records import sample_metrics, staleness_metrics, turn_metrics
-from rlgen.run.rollouts import Rollout, RolloutWriter
+from rlgen.run.rollouts import RolloutWriter
 from rlgen.run.sinks.open import Sinks
 from rlgen.trainers.collect import Collected
 from rlgen.trainers.results import SkippedUpdate, StepResult
@@ -130,7 +131,7 @@ class Reporter:
         rows = [got.samples[int(row)] for row in dict.fromkeys((ordered[-1], ordered[0]))]
         return [
             Example(
-                prompt=self.writer.prompts.at(row.group_id).text,
+                prompt=self.writer.prompt_at(row.group_id).text,
                 completion=self.writer.text_of(row),
                 reward=row.reward,
             )

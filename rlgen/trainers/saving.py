@@ -56,7 +56,7 @@ class Saver:
     def __call__(self, at: Position, wait: bool) -> None:
         """Starts to save the position `at`, unless it is saved already. With `wait`, returns when it is saved."""
         self.finish(wait=True)
-        if not self.processes.on_main(lambda: self.checkpoints.has(at.step)):
+        if not self.processes.on_main(lambda: self.checkpoints.folder.has(at.step)):
             flush, alone = partial(self.sampler.flush_pending, at.step), self.processes.world == 1
             if not alone:  # each process has a journal: the thread of the main process knows only its own
                 self.processes.run_all(flush, keepalive=True)

@@ -27,13 +27,21 @@ def described(error: BaseException) -> str:
         text = str(error)
     except Exception:  # its own __str__ fails
         text = "(no text)"
-    return shortened(f"{type(error).__name__}: {text}" if text else type(error).__name__, LONGEST_MESSAGE)
+    return redact_and_shorten(f"{type(error).__name__}: {text}" if text else type(error).__name__, LONGEST_MESSAGE)
 
 
-def shortened(text: str, longest: int) -> str:
+def redact_and_shorten(text: str, longest: int) -> str:
     """Removes secrets and unencodable characters from a text, and its middle beyond `longest` characters."""
     text = redacted(text).encode("utf-8", "replace").decode()
     return text if len(text) <= longest else f"{text[: longest // 2]} … {text[-longest // 2 :]}"
+
+
+def short_repr(value: object) -> str:
+    """Returns the repr of a value in about 80 characters; the type's name if its repr fails."""
+    try:
+        return redact_and_shorten(repr(value), 80)
+    except Exception:
+        return f"a {type(value).__name__}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,4 +58,4 @@ def failure_of(error: BaseException, file: str | None) -> Failed:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename != WORKER]
     text = "".join(["Traceback (most recent call last):\n", *traceback.format_list(own), described(error)])
-    return Failed(cause, f"{described(error)} {user_line(error, file)}".rstrip(), shortened(text, LONGEST_TRACEBACK))
+    return Failed(cause, f"{described(error)} {user_line(error, file)}".rstrip(), redact_and_shorten(text, LONGEST_TRACEBACK))

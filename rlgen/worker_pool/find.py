@@ -19,7 +19,7 @@ from rlgen.worker_pool.source import FunctionFacts, Trade
 FILE_MODULE = "rlgen_reward_"  # and a hash: module name under which a user's file is imported
 
 
-def facts_of(use: str, function: Callable[..., Any], sha256: str | None, trade: Trade) -> FunctionFacts:
+def function_facts(use: str, function: Callable[..., Any], sha256: str | None, trade: Trade) -> FunctionFacts:
     """Returns signature and origin of a function. Raises `trade.error` if it cannot be called by name."""
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -34,7 +34,7 @@ def facts_of(use: str, function: Callable[..., Any], sha256: str | None, trade: 
     )
 
 
-def find(use: str, trade: Trade) -> tuple[Callable[..., Any], str | None]:
+def find_function(use: str, trade: Trade) -> tuple[Callable[..., Any], str | None]:
     """Returns the function that `use` names, and the hash of its code; None instead of the hash if the file is unknown. Raises
     `trade.error` if there is no such module or function.
     """

@@ -23,8 +23,8 @@ from typing import Any
 from rlgen.processes import cores
 from rlgen.recipe.models import ScoringRecipe
 from rlgen.worker_pool.failures import Failed
-from rlgen.worker_pool.process import CLOSING, Printer, Worker, WorkerLost, ending, start_worker
-from rlgen.worker_pool.source import FunctionFacts, Source
+from rlgen.worker_pool.process import CLOSING, Printer, WorkerLost, WorkerProcess, exit_text, start_worker
+from rlgen.worker_pool.source import FunctionFacts, FunctionSource
 from rlgen.worker_pool.stream import CallOutcome, CallStream
 from rlgen.worker_pool.worker import WorkerCall
 
@@ -66,13 +66,13 @@ def limits_of(scoring: ScoringRecipe) -> WorkerLimits:
 class Pool:
     """Holds the workers of one trainer process. Workers are started when they are needed, and serve all steps."""
 
-    def __init__(self, sources: Sequence[Source], limits: WorkerLimits, output: Path | None) -> None:
+    def __init__(self, sources: Sequence[FunctionSource], limits: WorkerLimits, output: Path | None) -> None:
         """Starts no process. What the user's code prints goes to the file `output`; None: to standard error."""
         self._sources = list(sources)
         self._trade = sources[0].trade
         self._limits = limits
         self._printer = Printer(output)
-        self._workers: list[Worker] = []
+        self._workers: list[WorkerProcess] = []
         self._facts: list[FunctionFacts] | None = None
         self._seconds: dict[int, float] = {}  # mean seconds of a call by function, an exponential moving average
         self._failed, self._failed_at = 0, 0.0  # failed starts in a row, and the time of the last one
@@ -234,7 +234,7 @@ class Pool:
         if self._facts is None or self._stream is not None:
             self._hand_out()
 
-    def _exchange(self, worker: Worker, mask: int) -> None:
+    def _exchange(self, worker: WorkerProcess, mask: int) -> None:
         try:
             if mask & selectors.EVENT_READ:
                 self._hear(worker)
@@ -244,7 +244,7 @@ class Pool:
         except WorkerLost as how:
             self._replace_lost(worker, how)
 
-    def _hear(self, worker: Worker) -> None:
+    def _hear(self, worker: WorkerProcess) -> None:
         """Handles the records that a worker has sent. Raises WorkerLost for what is no valid record, and RlgenError if it could
         not import the functions, or imported other code than the first one.
         """
@@ -271,7 +271,7 @@ class Pool:
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise WorkerLost("sent invalid data to the trainer") from error
 
-    def _learn(self, worker: Worker, found: list[dict[str, Any]]) -> None:
+    def _learn(self, worker: WorkerProcess, found: list[dict[str, Any]]) -> None:
         """Stores what a worker found. Raises RlgenError if the code's hashes differ from the first worker's."""
         worker.ready, self._failed = True, 0
         facts = [
@@ -313,7 +313,7 @@ class Pool:
             self._none_waited = now
             self._start()
 
-    def _send_async(self, worker: Worker) -> None:
+    def _send_async(self, worker: WorkerProcess) -> None:
         """Sends async calls to the first worker: clients that the user's code opened live in its event loop."""
         if self._alone:
             if not worker.calls:
@@ -345,14 +345,14 @@ class Pool:
             worker.send(self._sources)
         self._selector.register(worker.line, worker.waits_for, worker)
 
-    def _end(self, worker: Worker) -> int:
+    def _end(self, worker: WorkerProcess) -> int:
         """Kills a worker, removes it from the pool, and returns its exit status."""
         self._workers.remove(worker)
         with suppress(KeyError):
             self._selector.unregister(worker.line)
         return worker.kill()
 
-    def _look_at(self, worker: Worker, now: float) -> None:
+    def _look_at(self, worker: WorkerProcess, now: float) -> None:
         """Replaces a worker that has died without closing its socket, and kills one whose import or call has timed out."""
         try:
             if worker.ended():
@@ -382,7 +382,7 @@ class Pool:
     def _allowed(self, call: WorkerCall) -> float:
         return self._sources[call.source].timeout + (GRACE if self._is_async(call) else 0.0)
 
-    def _kill(self, worker: Worker) -> str:
+    def _kill(self, worker: WorkerProcess) -> str:
         self.killed += 1
         where = worker.place_while_it_hangs(self._file(worker))
         self._end(worker)
@@ -391,7 +391,7 @@ class Pool:
     def _uses(self) -> str:
         return ", ".join(source.use for source in self._sources)
 
-    def _replace_lost(self, worker: Worker, lost: WorkerLost) -> None:
+    def _replace_lost(self, worker: WorkerProcess, lost: WorkerLost) -> None:
         """Removes a worker that has died, and fails or requeues its calls."""
         deadline = time.monotonic() + ENDING
         while not (ended := worker.ended()) and time.monotonic() < deadline:
@@ -399,13 +399,13 @@ class Pool:
         where = worker.place(self._file(worker))
         self.lost += 1
         status = self._end(worker)
-        how = f"{ending(status) if ended else lost} {where}".rstrip()
+        how = f"{exit_text(status) if ended else lost} {where}".rstrip()
         if not worker.ready:
             self._not_started(worker.started, f"{self._trade.plural}: the process that imports {self._uses()} {how}")
         else:
             self._settle(worker, Failed("died", f"the process of the {self._trade.one} {how}"))
 
-    def _settle(self, worker: Worker, failed: Failed) -> None:
+    def _settle(self, worker: WorkerProcess, failed: Failed) -> None:
         """Fails the call that an ended worker was running, and queues its other calls again.
 
         If it was running several async calls, any of them may be the cause: each of them runs again, alone in a worker. A call
@@ -433,7 +433,7 @@ class Pool:
             raise self._trade.error(why)
         log.warning("%s; it has worked before, and the run goes on", why)
 
-    def _file(self, worker: Worker) -> str | None:
+    def _file(self, worker: WorkerProcess) -> str | None:
         """Returns the user's file whose lines are preferred when a worker's stack is read; None: not known."""
         if worker.ready and self._facts is not None:
             return next((self._facts[worker.calls[call].source].file for call in worker.began), None)

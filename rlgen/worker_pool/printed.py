@@ -16,19 +16,19 @@ BLOCK = 1 << 16  # bytes read at a time, and most bytes of a line that are held 
 HELD = 1 << 13  # bytes of a longer line that are held back: a secret may have begun in them
 
 
-def main(longest: int) -> None:
+def copy_output(longest: int) -> None:
     """Copies standard input to standard output, a log of at most `longest` bytes; 0: it is no file. A longer log is emptied."""
     rest = b""
-    while data := read():
+    while data := read_block():
         whole, end, rest = (rest + data).rpartition(b"\n")
         if len(rest) > BLOCK:
             at = between_secrets(rest)
             whole, end, rest = whole + end, rest[:at], rest[at:]
-        put(whole + end, longest)
-    put(rest, longest)
+        write_redacted(whole + end, longest)
+    write_redacted(rest, longest)
 
 
-def read() -> bytes:
+def read_block() -> bytes:
     """Returns what is printed now and in the next moment, about a block at most: single lines would each cost a removal."""
     data = os.read(0, BLOCK)
     while data and len(data) < BLOCK and select([0], [], [], MOMENT)[0]:
@@ -38,7 +38,7 @@ def read() -> bytes:
     return data
 
 
-def put(text: bytes, longest: int) -> None:
+def write_redacted(text: bytes, longest: int) -> None:
     """Writes a text without its secrets. Empties the log first if it is longer than `longest` bytes."""
     left = unsaid(text)
     with suppress(OSError):  # a full disk loses the output: the process that prints must not wait

@@ -23,8 +23,7 @@ from rlgen.worker_pool.worker import BLOCK, UNLIMITED, WorkerCall, message
 
 # The worker has the trainer's sys.path, so that imports find the same files; -P keeps the working directory out of it.
 START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
-    " from rlgen.worker_pool.{} import main; main(*map(int, sys.argv[2:]))"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rlgen.worker_pool.{0} import {1}; {1}(*map(int, sys.argv[2:]))"
 )
 MARK = "RLGEN_WORKER"  # environment variable of a worker and of everything that it starts
 NOT_USERS = re.compile("importlib|/rlgen/(worker_pool|rewards|tools)/")  # files that a stack passes before the user's
@@ -39,7 +38,7 @@ class WorkerLost(Exception):
 
 
 @dataclass(slots=True, kw_only=True)
-class Worker:
+class WorkerProcess:
     """One worker process, as the trainer sees it."""
 
     process: subprocess.Popen[bytes]
@@ -168,7 +167,7 @@ class Printer:
         if self.process is None:
             with open_log(self._output) if self._output else open(os.dup(2), "wb") as end:
                 self.process = subprocess.Popen(
-                    python("printed", LONGEST_LOG if self._output else 0),
+                    python("printed.copy_output", LONGEST_LOG if self._output else 0),
                     stdin=subprocess.PIPE,
                     stdout=end,
                     stderr=subprocess.DEVNULL,
@@ -190,7 +189,7 @@ class Printer:
         self.process = None
 
 
-def start_worker(memory: int | None, printer: Printer) -> Worker:
+def start_worker(memory: int | None, printer: Printer) -> WorkerProcess:
     """Starts a worker process, which may use `memory` bytes; None: as many as there are, until it limits itself.
 
     Raises:
@@ -204,7 +203,7 @@ def start_worker(memory: int | None, printer: Printer) -> Worker:
         ours, theirs = map(undo.enter_context, socket.socketpair())
         files = (theirs.fileno(), stack.fileno())
         process = subprocess.Popen(
-            python("worker", *files, os.getpid(), UNLIMITED if memory is None else memory),
+            python("worker.run_worker", *files, os.getpid(), UNLIMITED if memory is None else memory),
             stdin=subprocess.DEVNULL,
             stdout=printed,
             stderr=printed,
@@ -215,12 +214,12 @@ def start_worker(memory: int | None, printer: Printer) -> Worker:
         undo.pop_all()
     theirs.close()
     ours.setblocking(False)
-    return Worker(process=process, line=ours, stack=stack, mark=mark, started=time.monotonic())
+    return WorkerProcess(process=process, line=ours, stack=stack, mark=mark, started=time.monotonic())
 
 
-def python(module: str, *arguments: int) -> list[str]:
-    """Returns the command that runs `main` of a module of this folder in a new process."""
-    return [sys.executable, "-uP", "-c", START.format(module), json.dumps(sys.path), *map(str, arguments)]
+def python(function: str, *arguments: int) -> list[str]:
+    """Returns the command that runs a function of this folder, such as "worker.run_worker", in a new process."""
+    return [sys.executable, "-uP", "-c", START.format(*function.split(".")), json.dumps(sys.path), *map(str, arguments)]
 
 
 def temporary() -> IO[bytes]:
@@ -248,7 +247,7 @@ def marked(mark: str) -> list[int]:
     return found
 
 
-def ending(status: int) -> str:
+def exit_text(status: int) -> str:
     if status >= 0:
         return f"ended with exit code {status}"
     try:

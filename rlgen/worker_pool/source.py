@@ -1,8 +1,9 @@
-"""What a worker imports, and what it reports: the interface that rewards and tools implement."""
+"""What a worker imports, and what it reports: rewards, tools and environments are such sources."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from rlgen.errors import RlgenError
 from rlgen.worker_pool.failures import Failed
@@ -28,39 +29,25 @@ class FunctionFacts:
     schema: dict[str, Any] | None = None  # of a tool, as chat templates take it; None: a reward
 
 
-class Loaded(Protocol):
+@dataclass(frozen=True, slots=True)
+class Loaded:
     """An imported function, in a worker."""
 
-    @property
-    def facts(self) -> FunctionFacts: ...  # what the trainer must know of it
-
-    @property
-    def timeout(self) -> float: ...  # seconds of a call
-
-    @property
-    def function(self) -> Callable[..., Any]: ...  # takes the arguments by name
-
-    def value(self, answer: Any, size: int | None) -> Any:
-        """Checks what the function returned to a call of this size. Returns a value that JSON can encode, or `Failed`."""
-        ...
-
-    def failure(self, error: BaseException) -> Failed:
-        """Describes what the function raised."""
-        ...
+    facts: FunctionFacts  # what the trainer must know of it
+    function: Callable[..., Any]  # takes the arguments by name
+    # Checks what the function returned to a call of this size; returns a value that JSON can encode, or `Failed`.
+    value: Callable[[Any, int | None], Any]
+    failure: Callable[[BaseException], Failed]  # describes what the function raised
 
 
-class Source(Protocol):
+@dataclass(frozen=True, slots=True)
+class FunctionSource(ABC):
     """What a worker imports. It is pickled, and unpickled in the worker, where `load` is called."""
 
-    @property
-    def use(self) -> str: ...  # file.py:function, pkg.mod:function or a built-in name
+    use: str  # file.py:function, pkg.mod:function or a built-in name
+    timeout: float  # seconds of a call
+    trade: ClassVar[Trade]
 
-    @property
-    def timeout(self) -> float: ...  # seconds of a call
-
-    @property
-    def trade(self) -> Trade: ...
-
+    @abstractmethod
     def load(self) -> Loaded:
         """Imports the function. Raises `trade.error`."""
-        ...

@@ -33,7 +33,7 @@ from typing import Any
 
 from rlgen.errors import RlgenError, redacted
 from rlgen.worker_pool.failures import Failed, user_line
-from rlgen.worker_pool.source import Loaded, Source
+from rlgen.worker_pool.source import FunctionSource, Loaded
 
 LONGEST_LINE = 1 << 16  # characters without a line end after which they are written anyway
 LENGTH = 8  # bytes of the length that precedes each message to a worker
@@ -64,7 +64,7 @@ def ids_from(data: bytes) -> list[int]:
 
 
 @dataclass(slots=True)
-class Line:
+class TrainerSocket:
     """The worker's end of the socket to the trainer. A child process that the user's code forked exits when it uses it."""
 
     socket: socket.socket
@@ -102,7 +102,7 @@ def answer(call: WorkerCall, outcome: Any, start: float) -> dict[str, Any]:
     return record | (asdict(outcome) if isinstance(outcome, Failed) else {"value": outcome})
 
 
-def run_in_order(calls: Sequence[WorkerCall], loaded: Sequence[Loaded], line: Line) -> None:
+def run_in_order(calls: Sequence[WorkerCall], loaded: Sequence[Loaded], line: TrainerSocket) -> None:
     """Calls functions that are not async one after the other, and sends each result."""
     line.say(began=calls[0].id)
     for call in calls:
@@ -115,14 +115,14 @@ def run_in_order(calls: Sequence[WorkerCall], loaded: Sequence[Loaded], line: Li
         line.say(**answer(call, outcome, start))
 
 
-async def run_async(call: WorkerCall, one: Loaded, line: Line) -> None:
+async def run_async(call: WorkerCall, one: Loaded, timeout: float, line: TrainerSocket) -> None:
     """Calls an async function, cancels it at its timeout, and sends the result."""
     import asyncio
 
     line.say(began=call.id)
     start = time.perf_counter()
     outcome: Any
-    clock, where = asyncio.timeout(one.timeout), ""
+    clock, where = asyncio.timeout(timeout), ""
     try:
         async with clock:
             returned = await one.function(**call.arguments)
@@ -131,54 +131,43 @@ async def run_async(call: WorkerCall, one: Loaded, line: Line) -> None:
         where = user_line(error.__cause__ or error, one.facts.file)
         outcome = one.failure(error)
     if clock.expired():  # true even if the function caught the cancellation
-        outcome = Failed("timeout", f"no answer within {one.timeout:g} s {where}".rstrip())
+        outcome = Failed("timeout", f"no answer within {timeout:g} s {where}".rstrip())
     line.say(**answer(call, outcome, start))
 
 
-async def run_at_once(calls: Sequence[WorkerCall], loaded: Sequence[Loaded], line: Line) -> list[WorkerCall]:
-    """Runs async calls concurrently, and also those that the trainer sends meanwhile. Returns calls of functions that are not
-    async, which it sent once the last async call was answered.
-    """
+async def run_at_once(
+    calls: Sequence[WorkerCall], loaded: Sequence[Loaded], timeouts: Sequence[float], line: TrainerSocket
+) -> None:
+    """Runs async calls concurrently, and also those that the trainer sends until the last of them is answered."""
     import asyncio
 
-    loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
-    rest: list[WorkerCall] = []
+    loop, unanswered = asyncio.get_running_loop(), len(calls)
 
-    def start(further: Sequence[WorkerCall]) -> None:
-        for call in further:
-            tasks.add(task := loop.create_task(run_async(call, loaded[call.source], line)))
-            task.add_done_callback(ended)
-
-    def ended(task: "asyncio.Task[None]") -> None:
-        tasks.discard(task)
-        if all_done.done():
-            return
-        if task.cancelled() or task.exception():  # the socket is closed, or the user's code has cancelled the task
-            lost = None if task.cancelled() else task.exception()
-            all_done.set_exception(lost or RuntimeError("a call was cancelled from outside"))
-        elif not tasks:
-            all_done.set_result(None)
+    async def run(call: WorkerCall) -> None:
+        nonlocal unanswered
+        await run_async(call, loaded[call.source], timeouts[call.source], line)
+        unanswered -= 1
 
     def take() -> None:
-        further = line.receive() or ()
-        if further and loaded[further[0].source].facts.is_async:
-            start(further)
-        else:  # the last call has been answered, or the socket is closed
-            loop.remove_reader(line.socket)
-            rest.extend(further)
+        nonlocal unanswered
+        if unanswered:  # else the message is left to `answer_calls`, as it may be calls of functions that are not async
+            further = line.receive() or ()
+            unanswered += len(further)
+            for call in further:
+                group.create_task(run(call))
+            if not further:  # the trainer has closed the socket
+                loop.remove_reader(line.socket)
 
-    start(calls)
-    loop.add_reader(line.socket, take)
-    while tasks:  # more calls may have arrived after the last one ended
-        all_done = loop.create_future()
-        await all_done
+    async with asyncio.TaskGroup() as group:
+        for call in calls:
+            group.create_task(run(call))
+        loop.add_reader(line.socket, take)
     loop.remove_reader(line.socket)
-    return rest
 
 
-def serve(line: Line) -> None:
+def answer_calls(line: TrainerSocket) -> None:
     """Imports the functions, reports their facts, and answers calls until the trainer closes the socket."""
-    sources: list[Source] = line.receive() or []
+    sources: list[FunctionSource] = line.receive() or []
     try:
         loaded = [source.load() for source in sources]
     except RlgenError as error:
@@ -186,17 +175,15 @@ def serve(line: Line) -> None:
         return
     line.say(facts=[asdict(one.facts) for one in loaded])
     runner: Any = None
-    calls: list[WorkerCall] = []
-    while calls := calls or line.receive() or []:
+    while calls := line.receive():
         if not loaded[calls[0].source].facts.is_async:
             run_in_order(calls, loaded, line)
-            calls = []
             continue
         if runner is None:
             import asyncio
 
             runner = asyncio.Runner()  # kept for all steps: clients that the user's code opened live in its loop
-        calls = runner.run(run_at_once(calls, loaded, line))
+        runner.run(run_at_once(calls, loaded, [source.timeout for source in sources], line))
     if runner is not None:
         runner.close()
 
@@ -232,7 +219,7 @@ class Printed(io.TextIOBase):
                 unsaid = unsaid[os.write(self._descriptor, unsaid) :]
 
 
-def main(line: int, stack: int, parent: int, memory: int) -> None:
+def run_worker(line: int, stack: int, parent: int, memory: int) -> None:
     """Runs a worker process.
 
     Args:
@@ -255,4 +242,4 @@ def main(line: int, stack: int, parent: int, memory: int) -> None:
     faulthandler.enable(stack, all_threads=False)
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     sys.stdout, sys.stderr = Printed(1), Printed(2)
-    serve(Line(socket.socket(fileno=line), os.getpid()))
+    answer_calls(TrainerSocket(socket.socket(fileno=line), os.getpid()))

@@ -207,9 +207,9 @@ def size(count: int) -> str:
 
 def plan_of(shape: Shape, kind: str) -> Any:
     """Returns what `rlgen estimate` makes of a recipe whose engine is elsewhere."""
-    from rlgen.models.memory import Plan
+    from rlgen.models.memory import MemoryPlan
 
-    return Plan(
+    return MemoryPlan(
         rows=shape.rows,
         length=shape.length,
         trainer_bytes=2,

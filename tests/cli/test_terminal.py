@@ -136,9 +136,8 @@ class Says:
         return [list(HOSTILE.values())[one] for (one,) in ids]
 
 
-class NoPrompts:
-    def at(self, position: int) -> Prompt:
-        return Prompt(position=position, row=0, text=HOSTILE["escapes"], prompt_ids=ids_of((1,)), columns=COLUMNS)
+def no_prompt(position: int) -> Prompt:
+    return Prompt(position=position, row=0, text=HOSTILE["escapes"], prompt_ids=ids_of((1,)), columns=COLUMNS)
 
 
 @pytest.mark.fault(81)
@@ -149,7 +148,7 @@ def test_completions_come_back_as_they_were(tmp_path: Path, proof: Proof) -> Non
         folder=tmp_path / "rollouts",
         rank=0,
         world=1,
-        prompts=NoPrompts(),
+        prompt_at=no_prompt,
         tokenizer=Says(),  # type: ignore[arg-type]
         stop_ids=(),
         every=1,

@@ -16,7 +16,7 @@ import pyarrow
 import pytest
 from helpers.rows import TEMPLATE, byte_tokenizer, prompts_of, write_lines
 
-from rlgen.data import build_prompts, cache, load_rows, readers, source, tokens
+from rlgen.data import build_prompts, cache, load_rows, source, tokens
 from rlgen.data.prompts import PromptStream, order
 from rlgen.errors import DataError, SetupError
 from rlgen.recipe.data import DataRecipe
@@ -55,7 +55,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
         monkeypatch.setattr(place, name, counted)
 
-    count(readers, "parse_row")
+    count(source, "parse_row")
     count(tokens, "render")
     count(tokens, "kind_of")
     count(type(byte_tokenizer()), "_encode_plus")
@@ -339,14 +339,14 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
     tmp_path: Path, folder: Path, all_cached: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_lines(tmp_path / "rows.jsonl", ROWS)
-    read = readers.TEXT_READERS[".jsonl"]
+    read = source.TEXT_READERS[".jsonl"]
 
     def edited(file: Path) -> Iterator[Any]:
         with path.open("a") as end:
             end.write('{"prompt": "late"}\n')
         yield from read(file)
 
-    monkeypatch.setitem(readers.TEXT_READERS, ".jsonl", edited)
+    monkeypatch.setitem(source.TEXT_READERS, ".jsonl", edited)
     with pytest.raises(DataError, match="changed while it was read"):
         start(path)
     assert list(folder.iterdir()) == []

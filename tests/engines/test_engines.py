@@ -29,7 +29,7 @@ from rlgen.processes import Processes
 from rlgen.rollout.answers import check_answers
 from rlgen.rollout.sample import groups_of, rollout
 from rlgen.rollout.score import score, sure_of
-from rlgen.sentinel.gap import compare
+from rlgen.sentinel.bounds import engine_gap
 from rlgen.types import WHOLE, Completion, Distribution, Prompt, Request, Sampling, ids_of
 
 STOPS = (257, 259)
@@ -82,7 +82,7 @@ def test_a_truncated_distribution_is_the_trainers(engine: Engine, rules: dict[st
     logp = score(policy, samples, sampling.distribution, 4096, alone)
     sure = sure_of(policy, samples, sampling.distribution, 4096, alone)
     assert torch.cat(sure).double().mean() > 0.5  # of 300 nearly equal ids, one is often at the edge
-    assert compare(samples, logp, sure).max_delta < 1e-5
+    assert engine_gap(samples, logp, sure).max_delta < 1e-5
     assert gap(policy, asked, answers, sampling.distribution.whole) > 0.1  # over all ids they are others
 
 

@@ -1,16 +1,21 @@
 """A sync takes a fleet of two servers hardly longer than one of them: the servers load at the same time."""
 
 import statistics
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from helpers.waiting import HANGS
 
 from rlgen.engines.base import EngineInfo, Settings, SyncReport
 from rlgen.engines.fleet import Member, ServerPool
+from rlgen.engines.server import ServerEngine
 from rlgen.engines.transfer import FileTransfer
+from rlgen.types import Sampling
 
 LOADS = 0.2  # seconds that a server takes to load, in which it needs no core of this machine
 ROUNDS = 5
@@ -69,3 +74,17 @@ def test_two_servers_load_a_sync_in_the_time_of_one(tmp_path: Path, monkeypatch:
     finally:
         for of in (single, both):
             of.close()
+
+
+def test_a_server_is_asked_by_several_calls_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = threading.Barrier(3)
+
+    def generate(self: ServerEngine, *asked: Any) -> list[Any]:
+        together.wait(HANGS)  # breaks if the three calls come one after the other
+        return []
+
+    monkeypatch.setattr(ServerEngine, "generate", generate)
+    engine = ServerEngine(SimpleNamespace(stop=lambda: None, close=lambda: None), calls=3)  # type: ignore[arg-type]
+    sampling = Sampling(max_tokens=4, temperature=1.0, stop_ids=(257,))
+    assert [call.result() for call in [engine.submit([], sampling) for _ in range(3)]] == [[], [], []]
+    engine.close()

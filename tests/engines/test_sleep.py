@@ -24,7 +24,7 @@ from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
 from rlgen.sentinel.probe import Probe
 from rlgen.sentinel.rungs import changed_sync
-from rlgen.sentinel.verdict import Verdict
+from rlgen.sentinel.verdict import Outcome
 from rlgen.sentinel.watch import Watch
 from rlgen.setup.data import open_data
 from rlgen.setup.pair import open_pair
@@ -247,7 +247,7 @@ def sleepy(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Probe, l
 def test_the_ladder_sleeps_before_it_sends(sleepy: tuple[Probe, list[str]]) -> None:
     """So that a tensor which sleeping loses and no sync brings back shows at the start."""
     probe, calls = sleepy
-    assert changed_sync(probe).verdict is Verdict.OK
+    assert changed_sync(probe).verdict is Outcome.OK
     assert calls == ["generate", "sleep", "sync", "generate", "sleep", "sync", "generate"]
 
 

@@ -14,7 +14,7 @@ from rlgen.recipe.models import LoraRecipe
 from rlgen.rollout.batch import collate
 from rlgen.rollout.sample import rollout
 from rlgen.rollout.score import score
-from rlgen.sentinel.gap import compare
+from rlgen.sentinel.bounds import engine_gap
 from rlgen.types import WHOLE, Sample, Samples, Sampling
 
 SAMPLING = Sampling(max_tokens=16, temperature=1.0, stop_ids=(257, 259))
@@ -34,7 +34,7 @@ def sample(engine: Any) -> list[Sample]:
 
 
 def gap(policy: Policy, samples: list[Sample]) -> float:
-    return compare(samples, score(policy, samples, WHOLE, 4096, Processes.alone())).max_delta
+    return engine_gap(samples, score(policy, samples, WHOLE, 4096, Processes.alone())).max_delta
 
 
 def gap_to_base(policy: Policy, samples: list[Sample]) -> float:

@@ -1,12 +1,14 @@
-"""Batches of random ids."""
+"""Batches of random ids, and what a policy computes from a batch."""
 
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from helpers.samples import make_sample
+from rlgen.models.policy import Policy
 from rlgen.rollout.batch import collate
-from rlgen.types import Batch, Samples
+from rlgen.types import Batch, Distribution, Samples
 
 
 def random_batch(prompt: int, completions: Sequence[int]) -> Batch:
@@ -18,3 +20,11 @@ def random_batch(prompt: int, completions: Sequence[int]) -> Batch:
         logp = (0.0,) * length
         rows.append(make_sample(group_id=row, prompt_ids=ids[:prompt], completion_ids=ids[prompt:], sampler_logp=logp))
     return collate(Samples.of(rows, ()), range(len(rows)), torch.device("cpu"))
+
+
+def gradients(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Log-probs [B, T], and the gradient of a sum of them that weighs every token differently, as one vector."""
+    policy.zero_grad()
+    logp = policy(batch, (Distribution(temperature=0.9),), "value").logp[0]
+    (logp * torch.linspace(0.5, 1.5, logp.numel()).view_as(logp)).sum().backward()
+    return logp.detach(), torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])

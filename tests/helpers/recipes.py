@@ -1,11 +1,19 @@
 """Recipes that tests write, and what the loader says about them."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlgen.errors import RecipeError
-from rlgen.recipe import load_recipe
+from rlgen.recipe import Recipe, load_recipe
+
+
+def recipe_for(model: str, **sections: dict[str, Any]) -> Recipe:
+    """The shortest recipe that trains this model in float32, with more sections, or with others in their place."""
+    model_section = {"path": model, "dtype": "float32"}
+    shortest = {"run": {"name": "test"}, "data": {"source": "task:sort"}, "rewards": [{"use": "exact_match"}]}
+    return Recipe.model_validate({**shortest, **sections, "model": {**model_section, **sections.get("model", {})}})
 
 
 def written(folder: Path, text: str, name: str = "recipe.yaml") -> Path:

@@ -5,7 +5,7 @@ from typing import Any
 
 from conftest import read_jsonl
 
-from rlgen.run.rollouts import read_rollouts, rollout_steps
+from rlgen.rollout.read import read_rollouts, rollout_steps
 
 
 def rollout_rows(run: Path, *steps: int) -> list[dict[str, Any]]:

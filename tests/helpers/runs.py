@@ -107,7 +107,7 @@ def write_rows(run: Path, step: int, rows: Sequence[Row], group: int, words: Wor
         prompt_ids=Ragged.of([np.arange(8, dtype=np.int32)] * count, np.int32),
         completion_ids=Ragged(np.concatenate(ids), offsets),
         sampler_logp=Ragged(sampler_logp, offsets),
-        spans=np.array([(row, 0, len(one), step - 1) for row, one in enumerate(ids)], np.int64),
+        spans=Ragged(np.array([(0, len(one), step - 1) for one in ids], np.int64), np.arange(count + 1)),
         truncated=np.array([row.finish_reason == "length" for row in rows]),
         seed=np.arange(count, dtype=np.int64),
         cached_tokens=np.zeros(count, np.int64),

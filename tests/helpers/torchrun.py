@@ -49,9 +49,11 @@ def torchrun(world: int = 2) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
 
 
-def launch(*command: object, launcher: Sequence[str] | None = None, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def launch(
+    *command: object, launcher: Sequence[str] | None = None, timeout: float = 120, **environment: str
+) -> subprocess.CompletedProcess[str]:
     words = [*(torchrun() if launcher is None else launcher), *map(str, command)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=timeout, env=ENVIRONMENT)
+    return subprocess.run(words, capture_output=True, text=True, timeout=timeout, env={**ENVIRONMENT, **environment})
 
 
 def well(ended: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
@@ -62,12 +64,20 @@ def well(ended: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """However a run ends, none of its processes goes on."""
+    """However a run ends, none of its processes goes on. Guards and workers of a busy machine have some seconds to end."""
     yield
-    left = [process for process in psutil.Process().children(recursive=True) if "rlgen" in " ".join(process.cmdline())]
+    _, left = psutil.wait_procs([one for one in psutil.Process().children(recursive=True) if is_of_rlgen(one)], timeout=10)
+    words = [" ".join(process.cmdline()) for process in left]
     for process in left:
         process.kill()
-    assert not left
+    assert not words
+
+
+def is_of_rlgen(process: psutil.Process) -> bool:
+    try:
+        return "rlgen" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
 
 
 def train_words(recipe: Path, run: Path, *settings: str, resume: bool = False) -> list[object]:

@@ -1,7 +1,7 @@
 """Two processes open models as a sharded run does.
 
-sharded_opening_worker.py tensors OUTPUT FOLDER...                  compares every tensor with what `from_pretrained` gives
-sharded_opening_worker.py memory OUTPUT SMALL FOLDER STRATEGY BETA  measures the memory of each process while it opens FOLDER
+sharded_opening_worker.py tensors OUTPUT FOLDER...         compares every tensor with what `from_pretrained` gives
+sharded_opening_worker.py memory OUTPUT SMALL FOLDER BETA  measures the memory of each process while it opens FOLDER
 """
 
 import os
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.recipes import recipe_for
 from helpers.samples import TEXTS
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -36,18 +37,9 @@ print(most)
 """
 
 
-def recipe_of(folder: str, strategy: str, beta: str) -> Recipe:
-    return Recipe.model_validate(
-        {
-            "run": {"name": "opening"},
-            "model": {"path": folder, "dtype": "float32"},
-            "data": {"source": "task:sort"},
-            "rewards": [{"use": "exact_match"}],
-            "engine": {"kind": "transformers"},
-            "trainer": {"kind": "grpo", "beta": float(beta)},
-            "processes": {"strategy": strategy},
-        }
-    )
+def sharded(folder: str, beta: float = 0.0) -> Recipe:
+    trainer = {"kind": "grpo", "beta": beta}
+    return recipe_for(folder, engine={"kind": "transformers"}, trainer=trainer, processes={"strategy": "fsdp"})
 
 
 def anonymous() -> int:
@@ -56,23 +48,23 @@ def anonymous() -> int:
     return int(line.split()[1]) << 10
 
 
-def measured(folder: str, strategy: str, beta: str, processes: Processes) -> dict[str, int]:
+def measured(folder: str, beta: float, processes: Processes) -> dict[str, int]:
     """Bytes at the peak of opening, and held after it, beyond those held before."""
-    recipe = recipe_of(folder, strategy, beta)
+    recipe = sharded(folder, beta)
     algorithm, before = build_algorithm(recipe.trainer), anonymous()
     words = [sys.executable, "-S", "-c", WATCH, str(os.getpid())]
     watch = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert watch.stdout is not None and watch.stdout.readline() == "ready\n"
     policies = open_policies(recipe, folder, algorithm, None, processes, None, TEXTS, print)
     most, _ = watch.communicate("")
-    assert (policies.reference is not None) == (float(beta) > 0)
+    assert (policies.reference is not None) == (beta > 0)
     return {"peak": (int(most) << 10) - before, "held": anonymous() - before}
 
 
 def compared(folder: str, processes: Processes) -> dict[str, Any]:
     """What differs between a model opened by shards and one that `from_pretrained` has loaded; and what was said."""
     said: list[str] = []
-    recipe = recipe_of(folder, "fsdp", "0.1")
+    recipe = sharded(folder, 0.1)
     policies = open_policies(recipe, folder, build_algorithm(recipe.trainer), None, processes, None, TEXTS, said.append)
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert policies.reference is not None
@@ -94,17 +86,16 @@ def differences(model: PreTrainedModel, expected: PreTrainedModel) -> list[str]:
     ours, theirs = sides
     found = sorted(ours.keys() ^ theirs.keys())
     found += [name for name in ours.keys() & theirs.keys() if not same(ours[name], theirs[name])]
-    facts = [
-        (name, one, other)
-        for name, one, other in (
-            ("config", model.config.to_dict(), expected.config.to_dict()),
-            ("generation_config", model.generation_config.to_dict(), expected.generation_config.to_dict()),
-            ("own tensors", list(own_tensors(model)), list(own_tensors(expected))),
-            ("sent", len(dict(checkpoint_tensors(model))), len(dict(checkpoint_tensors(expected)))),
-            ("training", model.training, expected.training),
-        )
-    ]
-    return found + [f"{name}: {one} and not {other}" for name, one, other in facts if one != other]
+    for what, fact in {
+        "config": lambda one: one.config.to_dict(),
+        "generation_config": lambda one: one.generation_config.to_dict(),
+        "own tensors": lambda one: list(own_tensors(one)),
+        "sent": lambda one: len(dict(checkpoint_tensors(one))),
+        "training": lambda one: one.training,
+    }.items():
+        if (own := fact(model)) != (wanted := fact(expected)):
+            found.append(f"{what}: {own} and not {wanted}")
+    return found
 
 
 def same(ours: Tensor, theirs: Tensor) -> bool:
@@ -117,8 +108,8 @@ def main(what: str, output: Path, folders: list[str]) -> None:
     if what == "tensors":
         found: Any = {folder: compared(folder, processes) for folder in folders}
     else:
-        measured(folders[0], "fsdp", "0.1", processes)  # imports what it takes
-        found = processes.gather([measured(folders[1], folders[2], folders[3], processes)])
+        measured(folders[0], 0.1, processes)  # imports what it takes
+        found = processes.gather([measured(folders[1], float(folders[2]), processes)])
     if processes.is_main:
         write_json(output, found)
     processes.close()

@@ -1,27 +1,22 @@
 """Compiled layers compute what the others do, for batches of all sizes without compiling each, and no weight changes its name."""
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import CPU, read_jsonl, tiny_model
-from helpers.samples import make_sample
-from torch import Tensor
+from conftest import tiny_model
+from helpers.batches import gradients, random_batch
 from torch._dynamo.utils import counters
 
 from rlgen.errors import SetupError
-from rlgen.metrics import Metric
 from rlgen.models import compiled
 from rlgen.models.compiled import compile_layers
 from rlgen.models.lora import add_adapter
 from rlgen.models.policy import Policy
 from rlgen.models.weights import own_tensors
 from rlgen.recipe.models import LoraRecipe
-from rlgen.rollout.batch import collate
-from rlgen.setup import TrainOptions, train
 from rlgen.setup.policy import checkpoint_activations
-from rlgen.types import WHOLE, Batch, Distribution, Samples
+from rlgen.types import WHOLE, Batch
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "fresh_compiler")]
 
@@ -43,27 +38,7 @@ def no_code_written(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def batch_of(rows: int, longest: int) -> Batch:
-    made = []
-    for row in range(rows):
-        completion = max(1, longest - 4 - row)
-        ids = [3 + (13 * row + 7 * place) % 200 for place in range(4 + completion)]
-        made.append(
-            make_sample(
-                prompt_ids=tuple(ids[:4]),
-                completion_ids=tuple(ids[4:]),
-                sampler_logp=(-1.0,) * completion,
-                loss_mask=(True,) * completion,
-            )
-        )
-    return collate(Samples.of(made, ()), range(rows), CPU)
-
-
-def gradients(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Log-probs [B, T], and the gradient of their sum as one vector."""
-    policy.zero_grad()
-    logp = policy(batch, (Distribution(temperature=0.9),), "value").logp[0]
-    logp.sum().backward()
-    return logp.detach(), torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+    return random_batch(4, [max(1, longest - 4 - row) for row in range(rows)])
 
 
 def compiled_policy(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Policy, Policy]:
@@ -124,31 +99,3 @@ def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         patch.setattr(compiled.torch, "compile", lambda run, dynamic: lambda *args, **kwargs: run(*args, **kwargs) * 1.01)
         with pytest.raises(SetupError, match="computes other values when compiled"):
             compile_layers(Policy(tiny_model("qwen3"), torch.float32, True).model)
-
-
-RUN = """\
-run: {{name: {name}, steps: 2, dir: "{folder}"}}
-model: {{path: "tiny:qwen3", dtype: float32, compile: {compile}}}
-data: {{source: "task:sort", chat: true, max_prompt_tokens: 64}}
-rewards: [{{use: length, args: {{target: 6}}}}]
-rollout: {{prompts_per_step: 4, group_size: 4, max_completion_tokens: 12}}
-trainer: {{kind: grpo, beta: 0.1}}
-optim: {{learning_rate: 1.0e-3, micro_batch_tokens: 200}}
-"""
-
-
-@pytest.mark.slow
-def test_a_compiled_run_learns_the_same(tmp_path: Path) -> None:
-    found = {}
-    for wanted in ("true", "false"):
-        path = tmp_path / f"{wanted}.yaml"
-        path.write_text(RUN.format(name=f"compiled-{wanted}", folder=tmp_path, compile=wanted))
-        found[wanted] = read_jsonl(train(path, TrainOptions(), say=lambda line: None) / "metrics.jsonl")
-    for one, plain in zip(found["true"], found["false"], strict=True):
-        assert one[Metric.SENTINEL_DRIFT] is False
-        for name in (Metric.LOSS, Metric.GRAD_NORM, Metric.KL_REF_K3, Metric.REWARD_MEAN):
-            assert one[name] == pytest.approx(plain[name], abs=1e-5, rel=1e-5), name
-    names = [
-        {path.name for path in (tmp_path / f"compiled-{wanted}" / "checkpoints" / "step_000002").rglob("*")} for wanted in found
-    ]
-    assert names[0] == names[1]

@@ -6,15 +6,18 @@ from typing import Any
 import pytest
 import torch
 from conftest import CPU, tiny_model
-from helpers.batches import random_batch
+from helpers.batches import gradients, random_batch
+from helpers.samples import TEXTS
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlgen.models.half import compute_as_held
 from rlgen.models.load import load_model
+from rlgen.models.lora import add_adapter
 from rlgen.models.policy import Hidden, Policy
 from rlgen.models.tiny import build_tiny
+from rlgen.recipe.models import LoraRecipe
 from rlgen.setup.policy import checkpoint_activations
 from rlgen.types import WHOLE, Batch
 
@@ -132,13 +135,16 @@ def test_a_copy_computes_with_its_own_weights() -> None:
     assert loss_of(reference).item() == before != loss_of(policy).item()
 
 
-def test_activations_computed_again_give_the_same_gradient() -> None:
-    gradients = []
+@pytest.mark.parametrize("kind", ["half", "packed", "lora"])
+def test_activations_computed_again_give_the_same_gradient(kind: str) -> None:
+    found = []
     for again in (False, True):
-        model = tiny_model("qwen3")
+        model = tiny_model("mistral" if kind == "packed" else "qwen3")
+        if kind == "lora":
+            add_adapter(model, LoraRecipe(rank=4, alpha=8.0), seed=0)
         if again:
             checkpoint_activations(model)
-        policy = Policy(model, torch.bfloat16, True)
-        loss_of(policy).backward()
-        gradients.append([parameter.grad for parameter in policy.parameters()])
-    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+        policy = Policy(model, torch.bfloat16 if kind == "half" else torch.float32, True)
+        assert kind != "packed" or policy.pack(TEXTS) is None
+        found.append(gradients(policy, random_batch(8, (16, 9, 16)))[1])
+    assert torch.equal(*found) and found[0].any()

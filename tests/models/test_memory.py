@@ -3,6 +3,7 @@ really hold on the CPU. What a GPU's allocator, its kernels and vLLM take, `make
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from rlgen.models.memory import (
     OVERHEAD,
     SERVING,
     Counts,
-    Plan,
+    MemoryPlan,
     backward_parts,
     cache_elements,
     count,
@@ -167,33 +168,23 @@ def test_the_estimated_peaks_are_those_of_the_allocator(name: str, checkpointing
     plan = replace(PLAN, rows=rows, length=length, trainer_bytes=dtype.itemsize, checkpointing=checkpointing)
     policy(batch, (WHOLE,)).logp.sum().backward()  # gradients are there, and counted elsewhere
     kept: list[Tensor] = []
-    forward = allocated(lambda: kept.append(policy(batch, (WHOLE,)).logp.sum()))
-    backward = allocated(kept.pop().backward)
-    expected = sum(forward_parts(counts, plan).values())
-    assert 0.95 * forward.peak <= expected <= 2.6 * forward.peak
-    expected, real = sum(backward_parts(counts, plan).values()), forward.left + backward.peak
-    assert 0.95 * real <= expected <= 1.55 * real
+    forward, left = allocated(lambda: kept.append(policy(batch, (WHOLE,)).logp.sum()))
+    backward, _ = allocated(kept.pop().backward)
+    assert 0.95 * forward <= sum(forward_parts(counts, plan).values()) <= 2.6 * forward
+    assert 0.95 * (left + backward) <= sum(backward_parts(counts, plan).values()) <= 1.55 * (left + backward)
     with torch.no_grad():
-        scored = allocated(lambda: policy(batch, (WHOLE,)))
-    assert 0.75 * scored.peak <= sum(reference_parts(counts, plan).values()) <= 2.6 * scored.peak
+        scored, _ = allocated(lambda: policy(batch, (WHOLE,)))
+    assert 0.75 * scored <= sum(reference_parts(counts, plan).values()) <= 2.6 * scored
 
 
-class Allocated:
-    """Bytes that torch's allocator gave out while something ran."""
-
-    def __init__(self, sizes: list[int]) -> None:
-        self.peak, self.left = 0, 0
-        for size in sizes:
-            self.left += size
-            self.peak = max(self.peak, self.left)
-
-
-def allocated(run: Callable[[], Any]) -> Allocated:
+def allocated(run: Callable[[], Any]) -> tuple[int, int]:
+    """Bytes that torch's allocator gave out while something ran: at the peak, and left at the end."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         held = run()
     del held
     events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return Allocated([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])
+    held_then = list(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    return max(0, *held_then), held_then[-1]
 
 
 # --- arithmetic, by hand -------------------------------------------------------------------------------------------------
@@ -210,7 +201,7 @@ COUNTS = Counts(
     kept=8000,
     kept_checkpointed=1000,
 )
-PLAN = Plan(
+PLAN = MemoryPlan(
     rows=2,
     length=10,
     trainer_bytes=2,
@@ -250,87 +241,85 @@ def test_each_phase_by_hand() -> None:
     assert {part for parts in found.values() for part in parts} <= set(HOW)
 
 
-def test_a_sleeping_engine_is_there_to_generate_and_to_sync_alone() -> None:
-    found = needs(COUNTS, replace(PLAN, sleeps=True, reference=True))
-    assert [phase for phase, parts in found.items() if "engine weights" in parts] == ["generate", "sync"]
-    assert found["reference"] == {**BASE, "reference": 4000, **HEAD, **LAST}
+# name -> (changes of the plan, phase, parts in it; None: a part that is not there)
+FSDP = {"processes": 4, "sharded": True, "reference": True}
+GATHERED = {"gathered tensor": 2 * 2 * 300}
+DEVICE = 100_000
+CHANGED: dict[str, tuple[dict[str, Any], str, dict[str, int | None]]] = {
+    "share": ({"share": 0.45, "device": DEVICE}, "generate", {"KV cache": 45_000 - 2000}),
+    "GiB": ({"cache_gib": 2.0, "device": DEVICE}, "generate", {"KV cache": 2 * GIB, "engine's own": SERVING}),
+    "tensor parallel": ({"tensor_parallel": 2}, "generate", {"engine weights": 1000, "KV cache": 800}),
+    "sleeping, to train": ({"sleeps": True}, "optimizer", {"engine weights": None}),
+    "sleeping, to generate": ({"sleeps": True}, "generate", {"engine weights": 2000}),
+    "sleeping, to sync": ({"sleeps": True}, "sync", {"engine weights": 2000}),
+    "8-bit": ({"moment_bytes": 2}, "optimizer", {"Adam moments": 2000}),
+    "GPU": ({"device": DEVICE}, "optimizer", {"copy to save": None}),
+    "LoRA": (
+        {"adapter_rank": 2, "reference": True},
+        "optimizer",
+        {"trainer weights": 4400, "Adam moments": 800, "gradients": 400, "copy to save": 1200, "reference": None},
+    ),
+    "DDP": ({"processes": 4}, "optimizer", {"trainer weights": 4000, "gradients": 4000, "buckets to send": 4000}),
+    "FSDP": (
+        FSDP,
+        "optimizer",
+        {"trainer weights": 1000, "Adam moments": 2000, "gradients": 1000, "reference": 1000, "gathered layers": 2 * 4 * 500},
+    ),
+    "shards of two": (FSDP | {"shard": 2}, "optimizer", {"Adam moments": 4000}),
+    # each process holds the whole adapter
+    "FSDP, LoRA": (FSDP | {"adapter_rank": 2}, "optimizer", {"Adam moments": 800, "gradients": 400}),
+    "deferred, forward": (FSDP | {"defer_sync": True}, "forward", {"whole gradients": 4000}),
+    "deferred, backward": (FSDP | {"defer_sync": True}, "backward", {"whole gradients": 4000}),
+    "deferred, optimizer": (FSDP | {"defer_sync": True}, "optimizer", {"whole gradients": None}),
+    "not deferred": (FSDP, "backward", {"whole gradients": None}),
+    "streams": ({"streams": True}, "generate", {"sums of gradients": 8000}),
+    "streams, at first": ({"streams": True}, "load", {"sums of gradients": None}),
+    "streams not": ({}, "optimizer", {"sums of gradients": None}),
+    "checkpointing, forward": ({"checkpointing": True}, "forward", {"activations": 1000 + 3000}),
+    "checkpointing, backward": ({"checkpointing": True}, "backward", {"activations": 1000 + 4000}),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_parts_of_a_phase_by_hand(name: str) -> None:
+    changes, phase, expected = CHANGED[name]
+    parts = needs(COUNTS, replace(PLAN, **changes))[phase]
+    assert {part: parts.get(part) for part in expected} == expected
+
+
+# name -> (changes of the plan, phase, all that is in it besides `LAST`)
+WHOLE_PHASES: dict[str, tuple[dict[str, Any], str, dict[str, int]]] = {
+    "reference": ({"sleeps": True, "reference": True}, "reference", {**BASE, "reference": 4000, **HEAD}),
+    "engine elsewhere": ({"engine": "elsewhere"}, "sync", BASE),
+    "transformers": ({"engine": "transformers"}, "generate", {**BASE, "engine weights": 2000, "KV cache": 1600}),
+    "a reference is copied later": ({"processes": 4, "reference": True}, "load", {"trainer weights": 4000}),
+    "loaded by shards": (FSDP, "load", {"trainer weights": 1000, "reference": 1000, **GATHERED}),
+    "shards of two": (FSDP | {"shard": 2}, "load", {"trainer weights": 2000, "reference": 2000, **GATHERED}),
+    "loaded by shards, LoRA": (FSDP | {"adapter_rank": 2}, "load", {"trainer weights": 1000 + 400, **GATHERED}),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE_PHASES)
+def test_all_of_a_phase_by_hand(name: str) -> None:
+    changes, phase, expected = WHOLE_PHASES[name]
+    assert needs(COUNTS, replace(PLAN, **changes))[phase] == {**expected, **LAST}
+
+
+def test_a_reference_needs_most_in_its_layers_or_in_its_head() -> None:
     layers = needs(replace(COUNTS, kept=80_000), replace(PLAN, sleeps=True, reference=True))["reference"]
     assert layers == {**BASE, "reference": 4000, "activations": 30_000, "bfloat16 weights": 2 * 300, **LAST}
 
 
-def test_the_engines_share() -> None:
-    device = 100_000
-    assert needs(COUNTS, replace(PLAN, share=0.45, device=device))["generate"]["KV cache"] == 45_000 - 2000
-    in_gib = needs(COUNTS, replace(PLAN, cache_gib=2.0, share=None, device=device))["generate"]
-    assert in_gib["KV cache"] == 2 * GIB and in_gib["engine's own"] == SERVING
-    halved = needs(COUNTS, replace(PLAN, tensor_parallel=2))["generate"]
-    assert (halved["engine weights"], halved["KV cache"]) == (1000, 800)
-    assert needs(COUNTS, replace(PLAN, engine="elsewhere"))["sync"] == {**BASE, **LAST}
-    assert needs(COUNTS, replace(PLAN, engine="transformers"))["generate"] == {
-        **BASE,
-        "engine weights": 2000,
-        "KV cache": 1600,
-        **LAST,
-    }
-
-
-def test_a_checkpoint_is_copied_into_the_same_memory_without_a_gpu() -> None:
-    adapted = needs(COUNTS, replace(PLAN, adapter_rank=2))["optimizer"]
-    assert adapted["copy to save"] == 3 * 400
-    assert not any("copy to save" in parts for parts in needs(COUNTS, replace(PLAN, device=100_000)).values())
-
-
-def test_processes_and_adapters() -> None:
-    ddp = needs(COUNTS, replace(PLAN, processes=4))["optimizer"]
-    assert (ddp["trainer weights"], ddp["gradients"], ddp["buckets to send"]) == (4000, 4000, 4000)
-    fsdp = needs(COUNTS, replace(PLAN, processes=4, sharded=True, reference=True))["optimizer"]
-    assert (fsdp["trainer weights"], fsdp["Adam moments"], fsdp["gradients"], fsdp["reference"]) == (1000, 2000, 1000, 1000)
-    assert fsdp["gathered layers"] == 2 * 4 * 500
-    lora = needs(COUNTS, replace(PLAN, adapter_rank=2, reference=True))["optimizer"]
-    assert needs(COUNTS, replace(PLAN, moment_bytes=2))["optimizer"]["Adam moments"] == 2000
-    assert (lora["trainer weights"], lora["Adam moments"], lora["gradients"]) == (4 * 1100, 800, 400)
-    assert "reference" not in lora
-
-
-def test_what_is_sharded_is_loaded_by_shards() -> None:
-    plan = replace(PLAN, processes=4, sharded=True, reference=True)
-    assert needs(COUNTS, replace(PLAN, processes=4, reference=True))["load"] == {"trainer weights": 4000, **LAST}
-    gathered = {"gathered tensor": 2 * 2 * 300}
-    assert needs(COUNTS, plan)["load"] == {"trainer weights": 1000, "reference": 1000, **gathered, **LAST}
-    by_two = needs(COUNTS, replace(plan, shard=2))
-    assert by_two["load"] == {"trainer weights": 2000, "reference": 2000, **gathered, **LAST}
-    assert by_two["optimizer"]["Adam moments"] == 4000
-    adapted = needs(COUNTS, replace(plan, adapter_rank=2))
-    assert adapted["load"] == {"trainer weights": 1000 + 400, **gathered, **LAST}, "each process holds the whole adapter"
-    assert (adapted["optimizer"]["Adam moments"], adapted["optimizer"]["gradients"]) == (800, 400)
-
-
-def test_deferred_gradients_are_held_whole() -> None:
-    plan = replace(PLAN, processes=4, sharded=True)
-    found = needs(COUNTS, replace(plan, defer_sync=True))
-    assert {phase: parts.get("whole gradients") for phase, parts in found.items()} == {
-        **dict.fromkeys(["load", "generate", "optimizer", "sync"]),
-        **dict.fromkeys(["forward", "backward"], 4000),
-    }
-    assert not any("whole gradients" in parts for parts in needs(COUNTS, plan).values())
-    large = replace(COUNTS, parameters=GIB)
-    found = hints(large, None, replace(plan, defer_sync=True), frozenset())
-    assert [hint.saves for hint in found if hint.setting == "processes.defer_sync=false"] == [4 * GIB]
-
-
-def test_sums_of_gradients_are_held_all_the_time() -> None:
-    found = needs(COUNTS, replace(PLAN, streams=True))
-    of_phase = {phase: parts.get("sums of gradients") for phase, parts in found.items()}
-    assert of_phase.pop("load") is None and set(of_phase.values()) == {8000}
-    assert not any("sums of gradients" in parts for parts in needs(COUNTS, PLAN).values())
-    saves = hints(replace(COUNTS, parameters=GIB), None, replace(PLAN, streams=True), frozenset())
-    assert [hint.saves for hint in saves if hint.setting == "rollout.stream=false"] == [8 * GIB]
-
-
-def test_checkpointing_keeps_less_and_computes_a_layer_again() -> None:
-    found = needs(COUNTS, replace(PLAN, checkpointing=True))
-    assert found["backward"]["activations"] == 1000 + 4000
-    assert found["forward"]["activations"] == 1000 + 3000
+@pytest.mark.parametrize(
+    ("changes", "setting", "saves"),
+    [
+        ({"processes": 4, "sharded": True, "defer_sync": True}, "processes.defer_sync=false", 4 * GIB),
+        ({"streams": True}, "rollout.stream=false", 8 * GIB),
+    ],
+)
+def test_a_hint_saves_what_the_setting_takes(changes: dict[str, Any], setting: str, saves: int) -> None:
+    found = hints(replace(COUNTS, parameters=GIB), None, replace(PLAN, **changes), frozenset())
+    assert [hint.saves for hint in found if hint.setting == setting] == [saves]
 
 
 def test_hints_say_what_they_save() -> None:

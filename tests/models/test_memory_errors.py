@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlgen.errors import EngineError, SetupError
-from rlgen.models.memory_errors import Phase, memory_for, what_helps
+from rlgen.models.memory_errors import Phase, memory_advice, memory_for
 from rlgen.out_of_memory import is_out_of_memory, peak, reason
 from rlgen.recipe import load_recipe
 
@@ -62,7 +62,7 @@ def test_what_is_advised_can_be_said(recipe_file: Path, monkeypatch: pytest.Monk
     recipe = load_recipe(recipe_file, lora).recipe
     settings: dict[str, list[str]] = {}
     for phase in get_args(Phase):
-        helps = what_helps(recipe, phase)
+        helps = memory_advice(recipe, phase)
         assert len(helps) == 2, phase
         settings[phase] = [setting.removeprefix("--set ").split()[0] for setting in helps if setting.startswith("--set ")]
         for setting in settings[phase]:

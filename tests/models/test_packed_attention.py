@@ -9,7 +9,7 @@ from conftest import CPU
 from torch import Tensor, nn
 from torch.nn.attention import varlen
 
-from rlgen.models.packed_attention import PackedAttention, Rows, attention, by_kernel
+from rlgen.models.packed_attention import PackedAttention, PackedRows, attention, by_kernel
 
 # Lengths of rows, of their prompts, and the first row with each prompt: in no order, rows of one token, prompts of one token,
 # a row without others, rows of many lengths.
@@ -26,7 +26,7 @@ def plain(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tens
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
 
 
-def expected(rows: Rows, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+def expected(rows: PackedRows, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
     parts = [slice(start, end) for start, end in zip(rows.ends[:-1].tolist(), rows.ends[1:].tolist(), strict=True)]
     count = len(rows.prompts)
     found = [plain(query[part], key[part], value[part], window) for part in parts[:count]]
@@ -38,7 +38,7 @@ def expected(rows: Rows, query: Tensor, key: Tensor, value: Tensor, window: int 
 
 @pytest.mark.parametrize(("window", "dtype"), list(product((None, 1, 3, 17, 500), (torch.float64, torch.float32))))
 def test_attention_and_its_gradients_are_those_of_rows_by_themselves(window: int | None, dtype: torch.dtype) -> None:
-    rows = Rows.of(LENGTHS, PROMPTS, SAME, CPU)
+    rows = PackedRows.of(LENGTHS, PROMPTS, SAME, CPU)
     assert rows.prompts == (4, 2, 3, 30) and rows.row_of == (0, 2, 3, 6, 1, 4, 5) and rows.own == (4, 35, 0, 25, 0, 0, 0)
     draw = torch.Generator().manual_seed(3)
     total = int(rows.ends[-1])
@@ -58,7 +58,7 @@ def test_attention_and_its_gradients_are_those_of_rows_by_themselves(window: int
 
 
 def test_a_head_of_keys_serves_several_of_queries() -> None:
-    rows = Rows.of((9, 7), (4, 4), (0, 0), CPU)
+    rows = PackedRows.of((9, 7), (4, 4), (0, 0), CPU)
     draw = torch.Generator().manual_seed(0)
     total = int(rows.ends[-1])
     query, key, value = (torch.randn(1, heads, total, SIZE, generator=draw) for heads in (4, 2, 2))
@@ -68,7 +68,7 @@ def test_a_head_of_keys_serves_several_of_queries() -> None:
 
 
 def test_heads_of_two_sizes_are_refused() -> None:
-    rows = Rows.of((9, 7), (4, 4), (0, 0), CPU)
+    rows = PackedRows.of((9, 7), (4, 4), (0, 0), CPU)
     key, value = torch.zeros(1, 2, int(rows.ends[-1]), 8), torch.zeros(1, 2, int(rows.ends[-1]), 4)
     with pytest.raises(ValueError, match="differ in size"):
         attention(nn.Module(), key, key, value, None, packed_rows=rows)
@@ -106,7 +106,7 @@ def documented(
 @pytest.mark.parametrize("window", [None, 1, 3, 17, 500])
 def test_what_a_gpu_kernel_is_told_gives_the_attention_of_rows(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen, "varlen_attn", create_autospec(varlen.varlen_attn, side_effect=documented))
-    rows, draw = Rows.of(LENGTHS, PROMPTS, SAME, CPU), torch.Generator().manual_seed(3)
+    rows, draw = PackedRows.of(LENGTHS, PROMPTS, SAME, CPU), torch.Generator().manual_seed(3)
     heads = [torch.randn(count, int(rows.ends[-1]), SIZE, generator=draw, dtype=torch.float64) for count in (4, 2, 2)]
     query, key, value = (tensor.transpose(0, 1) for tensor in heads)
     wanted = expected(rows, query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1), window)

@@ -7,8 +7,9 @@ import pytest
 import sweep
 import torch
 from conftest import CPU, read_jsonl, tiny_model
+from helpers.batches import gradients
+from helpers.recipes import recipe_for
 from helpers.samples import TEXTS, make_sample
-from torch import Tensor
 
 from rlgen.errors import SetupError
 from rlgen.metrics import Metric
@@ -18,8 +19,8 @@ from rlgen.models.policy import Policy
 from rlgen.recipe import Recipe
 from rlgen.rollout.batch import Prompts, collate, deal, plan
 from rlgen.setup import TrainOptions, train
-from rlgen.setup.policy import build_policy, checkpoint_activations
-from rlgen.types import WHOLE, Batch, Distribution, Samples
+from rlgen.setup.policy import build_policy
+from rlgen.types import WHOLE, Batch, Samples
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -55,13 +56,6 @@ def packed_and_padded(name: str) -> tuple[Policy, Policy]:
     return packed, padded
 
 
-def gradients(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Log-probs [B, T], and the gradient of a sum of them that weighs every token differently, as one vector."""
-    logp = policy(batch, (Distribution(temperature=0.9),), "value").logp[0]
-    (logp * torch.linspace(0.5, 1.5, logp.numel()).view_as(logp)).sum().backward()
-    return logp.detach(), torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
-
-
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_rows_have_the_log_probs_and_gradients_of_padded_ones(name: str) -> None:
     packed, padded = packed_and_padded(name)
@@ -91,15 +85,6 @@ def test_no_row_sees_another(name: str) -> None:
     else:
         assert torch.equal(before[of_others], after[of_others])
     assert all(not torch.equal(before[row], after[row]) for row in own)
-
-
-def test_activations_that_are_computed_again_are_those_of_packed_rows() -> None:
-    model = tiny_model("mistral")
-    checkpoint_activations(model)
-    again = Policy(model, torch.float32, True)
-    assert again.pack(TEXTS) is None
-    packed, _ = packed_and_padded("mistral")
-    assert torch.equal(gradients(again, batch_of())[1], gradients(packed, batch_of())[1])
 
 
 def test_half_precision_stays_within_its_rounding() -> None:
@@ -140,26 +125,15 @@ def test_a_row_that_sees_another_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     assert reason and "other hidden states" in reason
 
 
-def recipe(**optim: object) -> Recipe:
-    return Recipe.model_validate(
-        {
-            "run": {"name": "packed"},
-            "model": {"path": "tiny:qwen3", "dtype": "float32"},
-            "data": {"source": "task:sort"},
-            "rewards": [{"use": "exact_match"}],
-            "optim": optim,
-        }
-    )
-
-
-def with_compile(one: Recipe) -> Recipe:
-    return one.model_copy(update={"model": one.model.model_copy(update={"compile": True})})
+def recipe(compiled: bool = False, **optim: object) -> Recipe:
+    found = recipe_for("tiny:qwen3", optim=optim)
+    return found.model_copy(update={"model": found.model.model_copy(update={"compile": compiled})})
 
 
 def test_a_recipe_packs_where_it_can_and_where_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     folder, said = locate("tiny:qwen3"), ({}, {"packing": False}, {"packing": True})
     assert [build_policy(recipe(**one), folder, TEXTS, CPU).packed for one in said] == [True, False, True]
-    assert not build_policy(with_compile(recipe()), folder, TEXTS, CPU).packed
+    assert not build_policy(recipe(compiled=True), folder, TEXTS, CPU).packed
     monkeypatch.setattr("rlgen.setup.policy.can_pack", lambda device, dtype: False)
     assert not build_policy(recipe(), folder, TEXTS, CPU).packed
     with pytest.raises(SetupError, match=r"optim\.packing: a GPU packs rows in bfloat16 only"):
@@ -202,24 +176,31 @@ def test_groups_stay_in_one_process_where_the_tokens_allow_it() -> None:
 
 RUN = """\
 run: {{name: {name}, steps: 2, dir: "{folder}"}}
-model: {{path: "tiny:qwen3", dtype: float32}}
+model: {{path: "tiny:qwen3", dtype: float32, compile: {compile}}}
 data: {{source: "task:sort", chat: true, max_prompt_tokens: 64}}
 rewards: [{{use: length, args: {{target: 6}}}}]
 rollout: {{prompts_per_step: 4, group_size: 4, max_completion_tokens: 12}}
-engine: {{kind: transformers}}
+engine: {{kind: {engine}}}
 trainer: {{kind: grpo, beta: 0.1}}
 optim: {{learning_rate: 1.0e-3, packing: {packing}, micro_batch_tokens: 200}}
 """
+PLAIN = {"compile": "false", "packing": "false"}
 
 
-def test_a_run_learns_the_same_without_padding(tmp_path: Path) -> None:
-    found = {}
-    for packing_of_run in ("true", "false"):
-        path = tmp_path / f"{packing_of_run}.yaml"
-        path.write_text(RUN.format(name=f"packed-{packing_of_run}", folder=tmp_path, packing=packing_of_run))
-        found[packing_of_run] = read_jsonl(train(path, TrainOptions(), say=lambda line: None) / "metrics.jsonl")
-    for packed, padded in zip(found["true"], found["false"], strict=True):
-        assert packed[Metric.TOKENS_PADDING] == 0 < padded[Metric.TOKENS_PADDING]
-        for name in (Metric.LOSS, Metric.GRAD_NORM, Metric.SAMPLER_KL, Metric.KL_REF_K3, Metric.REWARD_MEAN):
-            assert packed[name] == pytest.approx(padded[name], abs=1e-5, rel=1e-5), name
-        assert packed[Metric.SENTINEL_DRIFT] is False
+@pytest.mark.parametrize(
+    ("faster", "engine"), [("packing", "transformers"), pytest.param("compile", "colocated", marks=pytest.mark.slow)]
+)
+def test_a_run_learns_the_same_packed_or_compiled(tmp_path: Path, faster: str, engine: str) -> None:
+    found, files = [], []
+    for name, settings in (("faster", {**PLAIN, faster: "true"}), ("plain", PLAIN)):
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(RUN.format(name=name, folder=tmp_path, engine=engine, **settings))
+        run = train(path, TrainOptions(), say=lambda line: None)
+        found.append(read_jsonl(run / "metrics.jsonl"))
+        files.append({path.name for path in (run / "checkpoints" / "step_000002").rglob("*")})
+    for ours, plain in zip(*found, strict=True):
+        assert (ours[Metric.TOKENS_PADDING] == 0) == (faster == "packing") and plain[Metric.TOKENS_PADDING] > 0
+        for key in (Metric.LOSS, Metric.GRAD_NORM, Metric.SAMPLER_KL, Metric.KL_REF_K3, Metric.REWARD_MEAN):
+            assert ours[key] == pytest.approx(plain[key], abs=1e-5, rel=1e-5), key
+        assert ours[Metric.SENTINEL_DRIFT] is False
+    assert files[0] == files[1]

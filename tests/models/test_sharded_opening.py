@@ -1,8 +1,5 @@
 """A sharded run opens its model shard by shard: with the values of `from_pretrained`, and with the memory of its shards."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,8 @@ import torch
 import torch.distributed as dist
 from helpers.samples import TEXTS
 from helpers.slow import slow_but
-from sharded_opening_worker import recipe_of
+from helpers.torchrun import launch, well
+from sharded_opening_worker import sharded
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -39,20 +37,9 @@ WHOLE = "converted from whole tensors"
 
 def olmo_hybrid(folder: Path) -> Path:
     """A model whose layers join tensors of the checkpoint by rows, so that they cannot be read by slices."""
-    config = OlmoHybridConfig(
-        vocab_size=384,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        linear_num_key_heads=4,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
+    sizes = {"vocab_size": 384, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+    config = OlmoHybridConfig(**sizes, linear_value_head_dim=16, eos_token_id=1, pad_token_id=0)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
@@ -74,16 +61,11 @@ def as_last_of() -> Iterator[Callable[[int], Processes]]:
     dist.destroy_process_group()
 
 
-def launch(folder: Path, what: str, *arguments: object, timeout: float = 400) -> Any:
+def opened(folder: Path, what: str, *arguments: object) -> Any:
     """What two processes have found."""
     output = folder / "found.json"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    words = [*launcher, sharded_opening_worker.__file__, what, str(output), *map(str, arguments)]
-    paths = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
     # Freed tensors go back to the system at once, so that memory is what is held: glibc would keep those below 32 MB.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "MALLOC_MMAP_THRESHOLD_": "65536"}
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=timeout, env=environment)
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    well(launch(sharded_opening_worker.__file__, what, output, *arguments, timeout=400, MALLOC_MMAP_THRESHOLD_="65536"))
     return read_json(output)
 
 
@@ -98,7 +80,7 @@ def test_a_process_reads_its_rows_of_each_tensor(name: str, world: int, as_last_
     folder, said, processes = str(build_tiny(name)), list[str](), as_last_of(world)
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     full = dict(expected.named_parameters(remove_duplicate=False))
-    model = build_shards(recipe_of(folder, "fsdp", "0"), folder, mesh_of(processes, None), True, said.append).model
+    model = build_shards(sharded(folder), folder, mesh_of(processes, None), True, said.append).model
     own = dict(model.named_parameters(remove_duplicate=False))
     assert own.keys() == full.keys()
     for key, shard in own.items():
@@ -123,7 +105,7 @@ def test_a_checkpoint_is_restored_by_rows(name: str, tmp_path: Path, as_last_of:
     saved.save_pretrained(tmp_path)
     full = dict(saved.named_parameters())
     folder, mesh = str(build_tiny(name)), mesh_of(as_last_of(2), None)
-    model = build_shards(recipe_of(folder, "fsdp", "0"), folder, mesh, True, print).model
+    model = build_shards(sharded(folder), folder, mesh, True, print).model
     load_weights(tmp_path, model)
     for key, shard in model.named_parameters():
         assert torch.equal(part(shard), rows_of_last(full[key], 2)), key
@@ -132,7 +114,7 @@ def test_a_checkpoint_is_restored_by_rows(name: str, tmp_path: Path, as_last_of:
 def test_an_adapter_is_whole_over_a_base_in_shards(as_last_of: Callable[[int], Processes]) -> None:
     """peft would make adapters for the shards of a sharded layer."""
     folder = str(build_tiny("qwen3"))
-    plain = recipe_of(folder, "fsdp", "0")
+    plain = sharded(folder)
     recipe = plain.model_copy(update={"model": plain.model.model_copy(update={"lora": LoraRecipe(rank=4)})})
     expected = adapter_tensors(build_policy(recipe, folder, TEXTS, torch.device("cpu")).model)
     model = build_shards(recipe, folder, mesh_of(as_last_of(2), None), True, print).model
@@ -150,7 +132,7 @@ def test_of_equal_shards_the_first_are_written(
     """Process 3 of [[0, 1], [2, 3]] holds the shards of process 1."""
     folder, mesh = str(build_tiny("qwen3")), mesh_of(as_last_of(world), count)
     assert mesh.mesh.tolist() == ([0, 1] if count is None else [[0, 1], [2, 3]])
-    shards = dict(build_shards(recipe_of(folder, "fsdp", "0"), folder, mesh, True, print).model.named_parameters())
+    shards = dict(build_shards(sharded(folder), folder, mesh, True, print).model.named_parameters())
     copied = Room().moments(shards | {"whole": torch.zeros(1)}, is_main=False)
     assert set(copied) == (set(shards) if writes else set())
 
@@ -178,7 +160,7 @@ def test_two_processes_open_what_from_pretrained_loads(tmp_path: Path) -> None:
     """Policy and reference, after the forward pass that checks the head."""
     folders = {str(build_tiny(name)) for name in ARCHITECTURES}
     whole = str(olmo_hybrid(tmp_path / "olmo_hybrid"))
-    found = launch(tmp_path, "tensors", *folders, whole)
+    found = opened(tmp_path, "tensors", *folders, whole)
     assert found.keys() == folders | {whole}
     for folder, of_model in found.items():
         assert (of_model["policy"], of_model["reference"]) == ([], []), folder
@@ -193,17 +175,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, int]:
     It is saved in bfloat16, so that what is read is not a view of the file. It is deep and narrow, as large models are beside
     their shards: the forward pass that checks the head gathers embedding and layers, and gloo does that through two buffers.
     """
-    config = Qwen3Config(
-        vocab_size=8192,
-        hidden_size=384,
-        intermediate_size=1152,
-        num_hidden_layers=60,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=64,
-        tie_word_embeddings=True,
-        eos_token_id=1,
-    )
+    shape = {"vocab_size": 8192, "hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 60, "head_dim": 64}
+    config = Qwen3Config(**shape, num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=True, eos_token_id=1)
     model, folder = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), tmp_path_factory.mktemp("large")
     model.save_pretrained(folder)
     sizes = [4 * parameter.numel() for parameter in model.parameters()]
@@ -216,7 +189,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, int]:
 def test_opening_takes_the_memory_of_the_shards(large: tuple[Path, int, int], tmp_path: Path, models: int) -> None:
     folder, size, largest = large
     shards = models * size // 2
-    for of_process in launch(tmp_path, "memory", build_tiny("qwen3"), folder, "fsdp", 0.1 * (models - 1)):
+    for of_process in opened(tmp_path, "memory", build_tiny("qwen3"), folder, 0.1 * (models - 1)):
         print({key: value // MIB for key, value in of_process.items()}, shards // MIB, largest // MIB)
         assert shards <= of_process["peak"] <= 1.25 * (shards + largest)
         assert of_process["held"] <= 1.15 * shards

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlgen.errors import SetupError
 from rlgen.models.load import load_model
-from rlgen.models.policy import Head, check_head
+from rlgen.models.policy import LmHead, check_head
 from rlgen.models.tiny import ARCHITECTURES, build_tiny, names, parse_name
 from rlgen.models.weights import own_tensors
 
@@ -29,7 +29,7 @@ def test_every_name_builds_and_loads(name: str) -> None:
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == (name.endswith("-tied"))
     assert all(tensor.any() for tensor in own_tensors(model).values()), "a lost tensor of zeros would not show"
     assert logp(model).isfinite().all()
-    Head.of(model)  # rlgen computes its logits
+    LmHead.of(model)  # rlgen computes its logits
 
 
 def test_names_are_architectures_with_a_tying() -> None:
@@ -96,7 +96,7 @@ def test_capped_attention_is_computed() -> None:
 @pytest.mark.parametrize("name, lost", [("gemma2", "softcap"), ("granite", "scale"), ("cohere", "scale")])
 def test_a_head_that_is_read_wrongly_is_refused(name: str, lost: str) -> None:
     model = tiny_model(name)
-    head = Head.of(model)
+    head = LmHead.of(model)
     wrong = replace(head, **{lost: {"softcap": None, "scale": 1.0}[lost]})
     check_head(model, head)
     with pytest.raises(SetupError, match="computes its logits in a way rlgen does not know"):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import CPU, open_transformers, tiny_model
+from helpers.learner import equal
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -29,29 +30,23 @@ def changed(model: Any) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in own_tensors(model).items()}
 
 
-def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return set(left) == set(right) and all(torch.equal(left[name], right[name]) for name in left)
-
-
 def shuffled(weights: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
     return random.Random(0).sample(list(weights.items()), len(weights))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_sent_is_what_save_pretrained_writes(name: str, tmp_path: Path) -> None:
-    model = tiny_model(name)
-    changed(model)
+def test_sent_is_what_save_pretrained_writes_and_comes_back(name: str, tmp_path: Path) -> None:
+    model, other = tiny_model(name), tiny_model(name)
+    own = changed(model)
     model.save_pretrained(tmp_path)
     sent = dict(checkpoint_tensors(model))
-    assert same(sent, load_file(tmp_path / "model.safetensors"))
+    assert equal(sent, load_file(tmp_path / "model.safetensors"))
     assert not any(tensor.requires_grad for tensor in sent.values())
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_there_and_back_in_any_order(name: str) -> None:
-    model = tiny_model(name)
-    own = changed(model)
-    assert same(dict(model_tensors(model, shuffled(dict(checkpoint_tensors(model))))), own)
+    assert equal(dict(model_tensors(model, shuffled(sent))), own)
+    places = {name: parameter.data_ptr() for name, parameter in other.named_parameters()}
+    load_weights(tmp_path, other)
+    assert equal(own, own_tensors(other))
+    assert places == {name: parameter.data_ptr() for name, parameter in other.named_parameters()}, "it is loaded in place"
 
 
 def test_ten_comes_after_two(tmp_path: Path) -> None:
@@ -62,7 +57,7 @@ def test_ten_comes_after_two(tmp_path: Path) -> None:
     own = changed(model)
     sent = dict(checkpoint_tensors(model))
     assert "model.layers.10.block_sparse_moe.experts.11.w1.weight" in sent
-    assert same(dict(model_tensors(model, shuffled(sent))), own)
+    assert equal(dict(model_tensors(model, shuffled(sent))), own)
 
 
 def test_a_routers_correction_bias_is_sent() -> None:
@@ -72,19 +67,9 @@ def test_a_routers_correction_bias_is_sent() -> None:
     assert len(biases) == 3 and not biases & set(dict(model.named_parameters()))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_saved_model_is_loaded_in_place(name: str, tmp_path: Path) -> None:
-    model, other = tiny_model(name), tiny_model(name)
-    own, places = changed(model), {name: parameter.data_ptr() for name, parameter in other.named_parameters()}
-    model.save_pretrained(tmp_path)
-    load_weights(tmp_path, other)
-    assert same(own, own_tensors(other))
-    assert places == {name: parameter.data_ptr() for name, parameter in other.named_parameters()}
-
-
 @pytest.mark.parametrize("name", ["qwen3", "glm4_moe"])
 def test_the_transformers_engine_takes_what_is_sent(name: str) -> None:
     engine, model = open_transformers(name), tiny_model(name)
     own = changed(model)
     engine.sync(checkpoint_tensors(model), 3)
-    assert same(own, own_tensors(engine._model)) and engine.weight_version == 3
+    assert equal(own, own_tensors(engine._model)) and engine.weight_version == 3

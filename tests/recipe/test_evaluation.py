@@ -7,7 +7,7 @@ from helpers.recipes import problems, written
 
 from rlgen.errors import RecipeError
 from rlgen.recipe import Recipe, dump_recipe, load_recipe
-from rlgen.recipe.evaluation import data_of, rewards_of, seed_of, temperature_of
+from rlgen.recipe.evaluation import data_of, eval_rewards, seed_of, temperature_of
 from rlgen.recipe.sizes import eval_prompt_limit, fitted_eval
 
 OPEN = """\
@@ -29,10 +29,10 @@ def test_what_is_left_out_is_as_in_training(tmp_path: Path) -> None:
     data = data_of(recipe, recipe.eval)
     assert data.source == str(tmp_path / "heldout.jsonl") and data.columns == recipe.data.columns and data.chat
     assert (data.limit, data.shuffle) == (None, False), "its own rows, in their order"
-    assert rewards_of(recipe, recipe.eval) == recipe.rewards and temperature_of(recipe, recipe.eval) == 0
+    assert eval_rewards(recipe, recipe.eval) == recipe.rewards and temperature_of(recipe, recipe.eval) == 0
     several = load(tmp_path, "eval.group_size=4", "eval.rewards=[{use: 'r.py:f'}]", "eval.columns={prompt: q}")
     assert several.eval is not None and temperature_of(several, several.eval) == 0.8
-    assert rewards_of(several, several.eval)[0].use == f"{tmp_path}/r.py:f"
+    assert eval_rewards(several, several.eval)[0].use == f"{tmp_path}/r.py:f"
     assert data_of(several, several.eval).columns.answer is None
     assert len({seed_of(recipe), seed_of(load(tmp_path, "run.seed=1")), recipe.run.seed, 1}) == 4
 
@@ -61,7 +61,7 @@ def test_a_resolved_recipe_is_the_same_recipe(tmp_path: Path) -> None:
         (["eval={}"], "eval names only rows that are trained on; set eval.source to a held-out file"),
         (["data={source: org/rows, split: test}", "eval={}"], "eval names only rows that are trained on"),
         (["eval.split=test"], "eval.split has no effect with local files"),
-        (["eval.options={size: 3}"], "eval.options has an effect only with a task: source"),
+        (["eval.options={size: 3}"], "eval.options has no effect without a task: source"),
         (["eval.source=task:srot"], "there is no task:srot; did you mean `sort`?"),
         (["eval={source: 'task:sort', options: {sice: 3}}"], "`sice` is not a key of `eval.options`; did you mean `size`?"),
         (

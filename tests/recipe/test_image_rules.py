@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rlgen.recipe.beside import image_contradictions
+from rlgen.recipe.beside import beside
 from rlgen.recipe.models import Recipe
 
 RECIPE: dict[str, Any] = {
@@ -28,7 +28,7 @@ ODD: dict[str, dict[str, Any]] = {
 
 
 def found(**changes: Any) -> dict[str, str]:
-    return {one.path: one.what for one in image_contradictions(Recipe.model_validate({**RECIPE, **changes}))}
+    return {one.path: one.what for one in beside(Recipe.model_validate({**RECIPE, **changes}))}
 
 
 def test_images_by_themselves_contradict_nothing() -> None:

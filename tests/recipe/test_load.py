@@ -202,7 +202,7 @@ def test_overrides(recipe_file: Path, proof: Proof) -> None:
         ("data.columns={prompt: q}", "data.columns has no effect with a task: source"),
         ("data.split=test", "data.split has no effect with a task: source"),
         ("data={source: a.jsonl, revision: main}", "data.revision has no effect with local files"),
-        ("data={source: a.jsonl, options: {size: 3}}", "data.options has an effect only with a task: source"),
+        ("data={source: a.jsonl, options: {size: 3}}", "data.options has no effect without a task: source"),
         ("data={source: 'task:sort', template_args: {a: 1}}", "data.template_args has no effect"),
         ("model.revision=main", "model.revision has no effect"),
         ("engine={kind: transformers, url: 'http://x'}", "an engine of this kind has no server; set engine.kind to server"),

@@ -11,12 +11,13 @@ from helpers.samples import make_sample
 from helpers.waiting import HANGS
 
 from rlgen.recipe.models import RewardRecipe, ScoringRecipe
-from rlgen.rewards.load import LoadedReward, RewardSource
+from rlgen.rewards.load import RewardSource
 from rlgen.rewards.resolve import RewardFunction, resolve
 from rlgen.rewards.score import Scorer, open_scorer
 from rlgen.types import Group, Prompt, ids_of
 from rlgen.worker_pool import pool, process
 from rlgen.worker_pool.pool import Pool
+from rlgen.worker_pool.source import Loaded
 from rlgen.worker_pool.worker import WorkerCall
 
 Build = Callable[..., Scorer]
@@ -47,7 +48,7 @@ def totals(groups: list[Group]) -> list[list[float | None]]:
     return [[sample.reward for sample in scored.samples] for scored in groups]
 
 
-def loaded(use: object, columns: set[str] = frozenset(), **settings: Any) -> tuple[RewardFunction, LoadedReward]:  # type: ignore[assignment]
+def loaded(use: object, columns: set[str] = frozenset(), **settings: Any) -> tuple[RewardFunction, Loaded]:  # type: ignore[assignment]
     """A reward as the trainer sees it and as a worker does, without a worker."""
     entry = RewardRecipe(use=str(use), **settings)
     one = RewardSource(entry.use, entry.timeout).load()

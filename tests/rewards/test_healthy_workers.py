@@ -15,7 +15,7 @@ from scoring import SKIPS, group, opened, overdue, scorer, totals
 
 from rlgen.worker_pool import pool, process
 from rlgen.worker_pool.pool import Pool
-from rlgen.worker_pool.process import Worker
+from rlgen.worker_pool.process import WorkerProcess
 
 __all__ = ["opened", "scorer"]
 
@@ -73,14 +73,14 @@ def test_the_call_that_was_overdue_has_failed_and_not_the_one_after_it(scorer, m
     overdue(monkeypatch, lambda completion: 1.0 if completion == "late" else None)
     build = scorer(source, {**SKIPS, "timeout": 1.0}, scoring={"workers": 1})
     build.score([group("a")], 1)
-    look = Worker.place_while_it_hangs
+    look = WorkerProcess.place_while_it_hangs
 
     def looks(worker, file):
         (tmp_path / "looked").touch()
         until((tmp_path / "next").exists)
         return look(worker, file)
 
-    monkeypatch.setattr(Worker, "place_while_it_hangs", looks)
+    monkeypatch.setattr(WorkerProcess, "place_while_it_hangs", looks)
     (scored,) = build.score([group("late", "next", "c")], 2)
     assert totals([scored]) == [[None, 1.0, 1.0]]
     assert scored.samples[0].reward_errors["f"].startswith("timeout: no answer within 1 s")

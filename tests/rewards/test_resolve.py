@@ -22,7 +22,7 @@ def write(tmp_path):
 
 def test_a_built_in():
     reward, one = loaded("exact_match", {"answer"}, weight=0.5)
-    assert (reward.label, reward.weight, one.function) == ("exact_match", 0.5, exact_match)
+    assert (reward.label, reward.entry.weight, one.function) == ("exact_match", 0.5, exact_match)
     assert not reward.of_group and not one.facts.is_async
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from rlgen.errors import RewardError
 from rlgen.recipe.judges import RewardModelArgs
 from rlgen.rewards import reward_model
-from rlgen.rewards.reward_model import RewardModel, TooLong, batches, digest_of, load_parts, sigmoid
+from rlgen.rewards.reward_model import RewardModel, TooLong, batches, load_parts, model_digest, sigmoid
 
 __all__ = ["opened"]
 
@@ -133,16 +133,16 @@ def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:
 
 def test_the_hash_is_that_of_every_file(tmp_path: Path) -> None:
     folder = make_reward_model(tmp_path)
-    before = digest_of(folder)
+    before = model_digest(folder)
     (folder / "notes.md").write_text("not part of it")
-    assert digest_of(folder) == before
+    assert model_digest(folder) == before
     weights = bytearray((folder / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (folder / "model.safetensors").write_bytes(weights)
-    other = digest_of(folder)
+    other = model_digest(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "use_cache": False}))
-    assert len({before, other, digest_of(folder)}) == 3
+    assert len({before, other, model_digest(folder)}) == 3
 
 
 @pytest.mark.slow
@@ -154,7 +154,7 @@ def test_a_model_has_one_worker_with_a_limit_of_its_own(folder: Path, opened: Bu
     one, other = plain_scores(folder, ["7", "the sum"])
     assert totals(scorer.score(groups, 1)) == [[pytest.approx(1 + 2 * one, abs=1e-5), pytest.approx(2 * other, abs=1e-5)]] * 4
     assert len(scorer.pool.pools[1]._workers) == 1  # type: ignore[union-attr]
-    assert scorer.rewards[1].sha256 == digest_of(folder)
+    assert scorer.rewards[1].sha256 == model_digest(folder)
     (limits,) = (
         line.split()
         for line in Path(f"/proc/{scorer.pool.pools[1]._workers[0].process.pid}/limits").read_text().splitlines()  # type: ignore[union-attr]

@@ -290,12 +290,22 @@ def test_a_joined_row_is_checked(changes: dict[str, Any], fault: Fault | None) -
         check_answers(asked, [joined()], SHORT, 1, 0)
 
 
+@pytest.mark.parametrize("spans", [((0, 1, 0), (1, 2, 3)), ((0, 1, 2), (1, 2, 1))])
+def test_spans_of_weights_that_cannot_have_sampled_are_a_fault(spans: tuple[tuple[int, int, int], ...]) -> None:
+    asked = [request((4,), 1)]
+    answer = completion((7, 250), (-1.0, -0.1), (4,))
+    with pytest.raises(SentinelError) as caught:
+        check_answers(asked, [replace(answer, spans=tuple(Span(*span) for span in spans))], SHORT, 2, 0)
+    assert caught.value.fault is Fault.STALE_ROLLOUTS
+    check_answers(asked, [replace(answer, spans=(Span(0, 1, 0), Span(1, 2, 2)))], SHORT, 2, 0)
+
+
 def test_turns_and_messages_of_rows_as_columns() -> None:
     engine = Told(((65, 250), "stop"), ((66, 67, 250), "stop"))
     talked, plain = one_sample(engine, times=1), one_sample(Told(((65, 250), "stop")), times=0)
     columns = Samples.of([plain, talked, plain], ())
     assert columns.turns.tolist() == [1, 2, 1] and columns.sampled_tokens.tolist() == [2, 5, 2]
-    assert [columns.mask_of(row).tolist() for row in range(3)] == [one.loss_mask.tolist() for one in (plain, talked, plain)]
+    assert [row.loss_mask.tolist() for row in columns] == [one.loss_mask.tolist() for one in (plain, talked, plain)]
     for row, one in enumerate((plain, talked, plain)):
         assert replace(columns[row], completion=one.completion) == one  # rewards begun early are not begun again
     again = Samples.join([columns.take([0, 2]), columns.take([1])])

@@ -1,11 +1,10 @@
 """The journal: exact to the last bit, without half a record, no longer than it is needed."""
 
 import json
-import math
 import os
-import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,72 +14,38 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_model
-from helpers import samples
+from helpers.journals import (
+    FACTS,
+    REQUEST,
+    SAMPLING,
+    answer_each,
+    attempt,
+    completion,
+    found,
+    group_of,
+    opened,
+    rewarded,
+    scored_again,
+)
 from helpers.scripted import dialogue
 
-from rlgen.engines.base import EngineCapabilities, EngineInfo, Settings
+from rlgen.engines.base import EngineCapabilities
 from rlgen.engines.plan import EnginePlan
 from rlgen.errors import CheckpointError
-from rlgen.models.tiny import byte_tokenizer
 from rlgen.models.weights import bits
 from rlgen.processes import EngineShare, Processes
 from rlgen.recipe import Recipe
 from rlgen.rollout.frames import Answer, parse, read_frames
 from rlgen.rollout.journal import Journal
-from rlgen.rollout.parquet import Rollout
-from rlgen.run.directory import RunDirectory
-from rlgen.run.rollouts import RolloutWriter
 from rlgen.setup.trainer import open_journal
 from rlgen.trainers.saving import Saver
 from rlgen.types import (
-    Completion,
     Group,
     Position,
-    Prompt,
-    Ragged,
-    Request,
-    Samples,
-    Sampling,
     Span,
-    ids_of,
-    logp_of,
 )
 
-SAMPLING = Sampling(max_tokens=64, temperature=0.7, stop_ids=(257,))
-REQUEST = Request(prompt_ids=ids_of((1, 2)), seed=5)
-SETTINGS = Settings(dtype="float32", head_dtype="float32", logprobs_mode="processed_logprobs", vocab_size=260)
-FACTS = EngineInfo(
-    engine="e 1", plan="p", model="m", revision=None, settings=SETTINGS, stop_ids=(), max_model_len=None, cache_block=None
-)
 ABILITIES = EngineCapabilities(sleeps=False, submit=None, whole_step=False, elsewhere=False, in_flight=False)
-
-
-def attempt(folder: Path, done: int = 0, say: Callable[[str], None] = print, judge: str = "judge", facts: Any = FACTS) -> Journal:
-    """Of a run that goes on after step `done`."""
-    return Journal.open(folder, done, Processes.alone(), facts, [judge], say)
-
-
-def opened(folder: Path, rank: int = 0, judge: str = "judge", done: int = 0, say: Callable[[str], None] = print) -> Journal:
-    """Of a run that begins."""
-    journal = attempt(folder, done, say, judge)
-    journal.rank = rank
-    journal.starts_from(0, "w0")
-    return journal
-
-
-def completion(logp: Any, spans: tuple[Span, ...] | None = None) -> Completion:
-    made = samples.completion(range(len(logp)), logp, (1, 2), 0, "length", cached_tokens=3)
-    return made if spans is None else replace(made, spans=spans)
-
-
-def answer_each(journal: Journal, step: int, groups: Iterable[int] = (0,), logp: float = -1.0) -> None:
-    """Writes an answer of one token for each of these groups."""
-    for group in groups:
-        journal.answered(step, group, 0, REQUEST, SAMPLING, completion((logp,)))
-
-
-def found(journal: Journal, group: int = 0, step: int = 1, request: Request = REQUEST) -> dict[int, Completion]:
-    return journal.found(step, [(group, 0)], [request], SAMPLING, oldest=0)
 
 
 def test_log_probs_come_back_to_the_last_bit(tmp_path: Path) -> None:
@@ -94,6 +59,9 @@ def test_log_probs_come_back_to_the_last_bit(tmp_path: Path) -> None:
     assert (back.spans, back.finish_reason, back.cached_tokens) == (spans, "length", 3)
     assert back.logp.dtype == np.float32 and back.token_ids.dtype == np.int32 and back.logp.flags.writeable
     assert isinstance(back.spans[0].version, int)
+    (record,) = read_frames(tmp_path / "step_000001.bin").records
+    assert isinstance(record, Answer) and (record.group_id, record.weights) == (0, {0: "w0"})
+    assert record.logp == logp.tobytes() and record.spans == [(0, 7, 0), (9, len(logp), 0)]
 
 
 @pytest.mark.fault(63)
@@ -172,6 +140,9 @@ def test_a_journal_that_cannot_be_written_or_is_a_link_is_an_error_of_the_disk(t
     (tmp_path / "b").write_text("a file")
     with pytest.raises(CheckpointError, match="cannot be written"):
         opened(tmp_path / "b")
+    journal.folder = tmp_path / "gone"
+    with pytest.raises(CheckpointError, match=r"gone/step_000001.bin cannot be written: .*free space or change run.dir"):
+        answer_each(journal, 1)
 
 
 def test_many_threads_write_whole_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,11 +154,8 @@ def test_many_threads_write_whole_records(tmp_path: Path, monkeypatch: pytest.Mo
         for _ in range(50):
             journal.answered(1, group, 0, REQUEST, SAMPLING, completion((-0.5,) * 200))
 
-    threads = [threading.Thread(target=write, args=(group,)) for group in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(write, range(8)))
     read = read_frames(tmp_path / "step_000001.bin")
     assert len(read.records) == 8 * 50 and read.damaged == 0
 
@@ -233,16 +201,17 @@ def test_what_no_checkpoint_needs_is_removed_and_nothing_else(tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", *left]
 
 
-def test_the_start_of_a_step_outlives_what_the_sentinel_has_caught_in_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("weights", "known"), [("w2", {1: "w1", 2: "w2"}), ("other", {2: "other"})])
+def test_weights_before_the_checkpoint_are_known_by_what_they_became(tmp_path: Path, weights: str, known: Any) -> None:
+    """The start of a step outlives what the sentinel has caught in it."""
     journal = opened(tmp_path)
     journal.starts_from(1, "w1")
     journal.starts_from(2, "w2")
     answer_each(journal, 3)
     journal.invalidate(3)
     resumed = attempt(tmp_path, 2)
-    resumed.starts_from(2, "w2")
-    assert resumed.weights == {1: "w1", 2: "w2"}
-    assert not found(resumed, step=3)
+    resumed.starts_from(2, weights)
+    assert resumed.weights == known and not found(resumed, step=3)
 
 
 @pytest.mark.parametrize("before", ["w1", None])
@@ -296,51 +265,6 @@ def test_no_process_removes_what_the_main_one_keeps_of_what_was_caught(tmp_path:
     assert [start["weights"] for start in attempt(tmp_path, 2).starts] == ["w2"]
 
 
-def test_weights_before_the_checkpoint_are_known_by_what_they_became(tmp_path: Path) -> None:
-    journal = opened(tmp_path)
-    journal.starts_from(1, "w1")
-    journal.starts_from(2, "w2")
-    for weights, known in (("w2", {1: "w1", 2: "w2"}), ("other", {2: "other"})):
-        resumed = attempt(tmp_path, 2)
-        resumed.starts_from(2, weights)
-        assert resumed.weights == known
-
-
-def group_of(*ids: int, answer: str = "7") -> Group:
-    prompt = Prompt(position=3, row=3, text="", prompt_ids=ids_of((5, 6)), columns={"answer": answer})
-    made = tuple(
-        samples.make_sample(
-            group_id=3, sample_index=at, completion_ids=(one, 259), sampler_logp=(-0.5, -1.0), seed=at, completion="x"
-        )
-        for at, one in enumerate(ids)
-    )
-    return Group(group_id=3, prompt=prompt, samples=made)
-
-
-def rewarded(groups: list[Group]) -> list[Group]:
-    """The second reward fails."""
-    got = {"rewards": {"a": 1 / 3, "b": None}, "reward": 1 / 3, "reward_errors": {"b": "timeout: no answer within 30 s"}}
-    return [replace(group, samples=tuple(replace(s, **got) for s in group.samples)) for group in groups]  # type: ignore[arg-type]
-
-
-def never(groups: list[Group]) -> list[Group]:
-    raise AssertionError("scored again")
-
-
-def scored_again(folder: Path, done: int = 0) -> None:
-    """Rewards are taken again for what was rewarded, and for nothing else."""
-    assert opened(folder, done=done).score(1, [group_of(7, 8)], never) == rewarded([group_of(7, 8)])
-    for other in (
-        lambda: opened(folder).score(1, [group_of(7, 9)], never),  # a neighbour is another one
-        lambda: opened(folder).score(1, [group_of(7, 8, 9)], never),
-        lambda: opened(folder, judge="edited").score(1, [group_of(7, 8)], never),
-        lambda: opened(folder).score(1, [group_of(7, 8, answer="corrected")], never),
-        lambda: opened(folder).score(2, [group_of(7, 8)], never),
-    ):
-        with pytest.raises(AssertionError, match="scored again"):
-            other()
-
-
 def test_rewards_are_those_that_were_given(tmp_path: Path) -> None:
     assert opened(tmp_path).score(1, [group_of(7, 8)], rewarded) == rewarded([group_of(7, 8)])
     scored_again(tmp_path)
@@ -361,13 +285,6 @@ def test_rewards_of_a_call_are_taken_together(tmp_path: Path) -> None:
     assert opened(tmp_path).score(1, [one, other], noting) == rewarded([one, other]) and asked == [[3, 4]]
 
 
-def test_a_full_disk_is_named(tmp_path: Path) -> None:
-    journal = opened(tmp_path)
-    journal.folder = tmp_path / "gone"
-    with pytest.raises(CheckpointError, match=r"gone/step_000001.bin cannot be written: .*free space or change run.dir"):
-        answer_each(journal, 1)
-
-
 def test_a_digest_of_weights_sees_the_last_bit() -> None:
     model, alone = tiny_model("qwen3"), Processes.alone()
     before = bits(model, alone)
@@ -376,166 +293,6 @@ def test_a_digest_of_weights_sees_the_last_bit() -> None:
     with torch.no_grad():
         weight[3, 4] = torch.nextafter(weight[3, 4], torch.tensor(9.0))
     assert bits(model, alone) != before
-
-
-# --- rollouts in the place of a step's records -------------------------------------------------------------------------------
-
-
-class OnePrompt:
-    """Of the group in `group_of`."""
-
-    def at(self, position: int) -> Prompt:
-        return replace(group_of(7).prompt, position=position)
-
-
-def trained(folder: Path, kept: bool = False, world: int = 1) -> Journal:
-    """A step that was sampled, scored and trained, by one of the processes or half of it by each of two; then it was killed."""
-    directory = folder / "rollouts"
-    journals = [opened(folder / "journal", rank=rank) for rank in range(world)]
-    group = group_of(7, 8)
-    sampled: dict[str, Any] = {"spans": (Span(0, 1, 0),), "cached_tokens": 2}
-    logp = logp_of((-0.1, float("nan")))
-    for at, (sample, request) in enumerate(zip(group.samples, requests(), strict=True)):
-        given = samples.completion(sample.completion_ids.tolist(), logp.tolist(), sample.prompt_ids.tolist())
-        journals[at % world].answered(1, 3, at, request, SAMPLING, replace(given, **sampled))
-    scored = journals[0].score(1, [group], rewarded)[0]
-    if kept:
-        journals[-1].keep(1)
-    for rank, journal in enumerate(journals):
-        rows = [replace(sample, sampler_logp=logp, **sampled) for sample in scored.samples]
-        writer = RolloutWriter(
-            folder=directory,
-            rank=rank,
-            world=world,
-            prompts=OnePrompt(),
-            tokenizer=byte_tokenizer(),
-            stop_ids=(259,),
-            every=1,
-            keep=None,
-            needed=lambda: 0,
-            stamp=lambda rollout, journal=journal: journal.stamp(rollout, SAMPLING),
-            on_disk=journal.retire,
-        )
-        own = Samples.of(rows[rank::world], ["a", "b"])
-        count = len(own)
-        writer.write(
-            Rollout(
-                step=1,
-                samples=own,
-                policy_logp=Ragged.of([sample.sampler_logp for sample in own], np.float32),
-                advantage=np.zeros(count),
-                trained=np.ones(count, dtype=bool),
-            )
-        )
-        writer.wait()
-        writer.close()
-    return journals[0]
-
-
-def resumed(folder: Path) -> None:
-    """What `--resume` does with the rollouts of steps after its checkpoint."""
-    (folder / "logs").mkdir(exist_ok=True)
-    directory = RunDirectory(folder, None)
-    directory.cut(0)
-
-
-def requests() -> list[Request]:
-    return [Request(prompt_ids=s.prompt_ids, seed=s.seed) for s in group_of(7, 8).samples]
-
-
-def both(journal: Journal) -> dict[int, Completion]:
-    return journal.found(1, [(3, 0), (3, 1)], requests(), SAMPLING, oldest=0)
-
-
-def alike(ours: dict[int, Completion], theirs: dict[int, Completion]) -> bool:
-    """Equal to the last bit; one of the log-probs is NaN."""
-    bits = [[one.logp.tobytes() for _, one in sorted(side.items())] for side in (ours, theirs)]
-    nothing = logp_of(())
-    rest = [[replace(one, logp=nothing) for _, one in sorted(side.items())] for side in (ours, theirs)]
-    return bits[0] == bits[1] and rest[0] == rest[1]
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_step_is_in_the_journal_or_in_the_rollouts_and_never_lost(tmp_path: Path, world: int) -> None:
-    before = trained(tmp_path, kept=True, world=world)
-    names = ["step_000001.bin", "step_000001.rank1.bin"][:world]
-    assert [path.name for path in sorted((tmp_path / "journal").glob("step_*"))] == names, "samples of it were dropped"
-    expected = both(opened(tmp_path / "journal"))
-    assert expected[0].logp[0] == np.float32(-0.1) and math.isnan(expected[0].logp[1])
-    before.drop(0, 9)
-    trained(tmp_path, world=world)
-    left = [path.name for path in sorted((tmp_path / "journal").glob("step_*"))]
-    assert left == [] if world == 1 else left == ["step_000001.bin"], "the first to write sees no whole step"
-    resumed(tmp_path)
-    if world == 2:
-        (tmp_path / "journal" / "step_000001.bin").unlink()
-    assert [path.name for path in (tmp_path / "journal").glob("step_*")] == ["step_000001.parquet"]
-    said: list[str] = []
-    again = opened(tmp_path / "journal", say=said.append)
-    assert max(again.files) == 1
-    assert alike(both(again), expected) and {one.cached_tokens for one in expected.values()} == {2}
-    scored_again(tmp_path / "journal")
-    assert said == []
-    trained(tmp_path, world=world).retire(1, tmp_path / "rollouts" / "step_000001.parquet")  # what has taken its place goes
-    assert not (tmp_path / "journal" / "step_000001.parquet").exists()
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"seed": 9}, "to other prompts, seeds or sampling settings"),
-        ({"temperature": 0.5}, "to other prompts, seeds or sampling settings"),
-        ({"engine": "e 2"}, "by an engine of another kind, version or settings"),
-        ({"weights": "other"}, "by other weights"),
-    ],
-)
-def test_rollouts_that_are_no_answer_are_refused_in_the_same_words(tmp_path: Path, change: dict[str, Any], why: str) -> None:
-    trained(tmp_path)
-    resumed(tmp_path)
-    said: list[str] = []
-    facts = replace(FACTS, engine=change.get("engine", "e 1"))
-    again = attempt(tmp_path / "journal", 0, said.append, facts=facts)
-    again.starts_from(0, change.get("weights", "w0"))
-    asked = [replace(one, seed=change.get("seed", one.seed)) for one in requests()]
-    sampling = replace(SAMPLING, temperature=change.get("temperature", 0.7))
-    assert again.found(1, [(3, 0), (3, 1)], asked, sampling, oldest=0) == {}
-    assert len(said) == 1 and f"2 of 2 answers of step 1 are sampled again: they are {why}" in said[0]
-
-
-@pytest.mark.slow
-@pytest.mark.fault(65)
-def test_a_changed_bit_of_rollouts_costs_them_and_is_said(tmp_path: Path, proof: Callable[[str], None]) -> None:
-    trained(tmp_path)
-    resumed(tmp_path)
-    path = tmp_path / "journal" / "step_000001.parquet"
-    whole, left_out = path.read_bytes(), 0
-    expected = both(opened(tmp_path / "journal"))
-    places = np.random.default_rng(0).choice(8 * len(whole), 600, replace=False)
-    for place in places.tolist():
-        flipped = bytearray(whole)
-        flipped[place // 8] ^= 1 << place % 8
-        path.write_bytes(flipped)
-        said: list[str] = []
-        again = opened(tmp_path / "journal", say=said.append)
-        got = both(again)
-        if got:
-            assert alike(got, expected), place
-        else:
-            left_out += 1
-            assert said == ["journal: step_000001.parquet is ignored: damaged, or of another version of rlgen"], place
-    assert left_out > 200  # the rest was not read: texts, statistics
-    proof(f"{len(places)} single bits of a file of rollouts: {left_out} times left out, else what was taken was what was written")
-
-
-def test_beside_what_an_attempt_before_has_left_nothing_is_replaced(tmp_path: Path) -> None:
-    trained(tmp_path)
-    resumed(tmp_path)
-    whole = (tmp_path / "journal" / "step_000001.parquet").read_bytes()
-    (tmp_path / "rollouts" / "step_000001.parquet").mkdir()  # killed before the first of two processes had written
-    resumed(tmp_path)
-    assert (tmp_path / "journal" / "step_000001.parquet").read_bytes() == whole
-    assert (tmp_path / "journal" / "step_000001.1.parquet").is_dir()
-    assert len(both(opened(tmp_path / "journal"))) == 2
 
 
 def test_it_costs_little(tmp_path: Path) -> None:
@@ -599,11 +356,3 @@ def test_answers_of_another_engine_or_base_are_sampled_anew(tmp_path: Path, caps
         why = "by an engine of another kind, version or settings"
         said = f"journal: 1 of 1 answers of step 1 are sampled again: they are {why}\n"
         assert capsys.readouterr().out == (said if other else "")
-
-
-def test_a_record_holds_what_decides(tmp_path: Path) -> None:
-    journal = opened(tmp_path)
-    journal.answered(1, 4, 0, REQUEST, SAMPLING, completion((-0.5,)))
-    (record,) = read_frames(tmp_path / "step_000001.bin").records
-    assert isinstance(record, Answer) and (record.group_id, record.weights, record.engine) == (4, {0: "w0"}, journal.engine)
-    assert record.logp == b"\x00\x00\x00\xbf" and record.spans == [(0, 1, 0)]

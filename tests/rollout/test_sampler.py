@@ -7,32 +7,28 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from conftest import read_jsonl
+from helpers.journals import attempt
 from helpers.samples import completion
 from helpers.waiting import HANGS
 from msgspec import structs
 
 from rlgen.cli.train import train_command
-from rlgen.engines.base import EngineInfo, Finished, Settings
-from rlgen.engines.server import ServerEngine
+from rlgen.engines.base import Finished
 from rlgen.errors import EngineError, Fault, SentinelError
 from rlgen.models.tiny import byte_tokenizer
-from rlgen.processes import Processes
-from rlgen.rollout.ahead import Ahead
-from rlgen.rollout.answers import check_answers
 from rlgen.rollout.frames import append_frames, read_frames
 from rlgen.rollout.journal import Journal
-from rlgen.rollout.sampler import Sampler
+from rlgen.rollout.sampler import Ahead, Sampler
 from rlgen.setup import trainer
 from rlgen.types import Completion, Group, Prompt, Request, Sampling, Span, ids_of
 
 Proof = Callable[[str], None]
 
 STEPS, SIZE = 5, 2
+Answers = Future[list[Completion]]
 
 
 class Scripted:
@@ -63,10 +59,8 @@ class Scripted:
                 finished(place, answers[-1])
         return answers
 
-    def submit(
-        self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None
-    ) -> "Future[list[Completion]]":
-        answered: Future[list[Completion]] = Future()
+    def submit(self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None) -> Answers:
+        answered = Answers()
         try:
             answered.set_result(self.generate(requests, sampling, finished))
         except EngineError as error:
@@ -82,37 +76,20 @@ def prompts_of(step: int) -> list[Prompt]:
 SAMPLING = Sampling(max_tokens=4, temperature=1.0, stop_ids=(257,))
 
 
-def facts(dtype: str = "float32") -> EngineInfo:
-    settings = Settings(dtype=dtype, head_dtype="float32", logprobs_mode="processed_logprobs", vocab_size=260)
-    return EngineInfo(
-        engine="e 1", plan="p", model="m", revision=None, settings=settings, stop_ids=(), max_model_len=None, cache_block=None
-    )
-
-
-def journal(folder: Path, done: int = 0, weights: str = "w", dtype: str = "float32") -> tuple[Journal, list[str]]:
+def journal(folder: Path, done: int = 0) -> tuple[Journal, list[str]]:
     """Of an attempt that begins after step `done` with the weights w0, w1 and so on; and what it says."""
     said: list[str] = []
-    opened = Journal.open(folder, done, Processes.alone(), facts(dtype), ["judge"], said.append)
-    opened.starts_from(done, f"{weights}{done}")
+    opened = attempt(folder, done, said.append)
+    opened.starts_from(done, f"w{done}")
     return opened, said
 
 
 def sampler(
-    engine: Scripted,
-    ahead: int,
-    max_staleness: int = 1,
-    of: Journal | None = None,
-    whole: bool = False,
-    in_flight: bool = False,
+    engine: Scripted, ahead: int, max_staleness: int = 1, of: Journal | None = None, whole: bool = False, in_flight: bool = False
 ) -> Sampler:
     of = of or journal(Path(mkdtemp()))[0]
     queue = Ahead(
-        submit_to=engine.submit,
-        prompts_of=prompts_of,
-        steps=ahead,
-        max_staleness=max_staleness,
-        in_flight=in_flight,
-        journal=of,
+        submit_to=engine.submit, prompts_of=prompts_of, steps=ahead, max_staleness=max_staleness, in_flight=in_flight, journal=of
     )
     return Sampler(
         engine=engine,  # type: ignore[arg-type]
@@ -139,16 +116,6 @@ def train_until(engine: Scripted, taken: Sampler, first: int, last: int) -> list
     return [groups for _, groups, _ in trained(engine, taken, first, last)]
 
 
-def ages(engine: Scripted, taken: Sampler) -> list[list[int]]:
-    """By step, how old its samples are."""
-    found = []
-    for step, groups, dropped in trained(engine, taken):
-        assert dropped == 0 and [group.group_id for group in groups] == [2 * step, 2 * step + 1]
-        assert all(sample.prompt_ids.tolist() == [group.group_id] for group in groups for sample in group.samples)
-        found.append([step - 1 - sample.weight_version for group in groups for sample in group.samples])
-    return found
-
-
 def killed(engine: Scripted, taken: Sampler, step: int, answers: int) -> None:
     """The engine dies in `step` after so many answers, and is there again."""
     engine.dies_after = answers
@@ -157,15 +124,14 @@ def killed(engine: Scripted, taken: Sampler, step: int, answers: int) -> None:
     engine.dies_after, engine.asked = None, []
 
 
-def test_a_step_ahead_is_one_version_old() -> None:
+@pytest.mark.parametrize(("ahead", "expected"), [(0, [0] * STEPS), (1, [0] + [1] * (STEPS - 1))])
+def test_a_step_ahead_is_one_version_old_and_strictly_on_policy_none(ahead: int, expected: list[int]) -> None:
     engine = Scripted()
-    assert ages(engine, sampler(engine, ahead=1)) == [[0] * 4] + [[1] * 4] * (STEPS - 1)
+    for step, groups, dropped in trained(engine, sampler(engine, ahead)):
+        assert dropped == 0 and [group.group_id for group in groups] == [2 * step, 2 * step + 1]
+        assert all(sample.prompt_ids.tolist() == [group.group_id] for group in groups for sample in group.samples)
+        assert {step - 1 - sample.weight_version for group in groups for sample in group.samples} == {expected[step - 1]}
     assert engine.asked == [(2 * step, 2 * step + 1) for step in range(1, STEPS + 1)]  # each once, none after the last
-
-
-def test_strictly_on_policy_is_of_present_weights() -> None:
-    engine = Scripted()
-    assert ages(engine, sampler(engine, ahead=0)) == [[0] * 4] * STEPS
 
 
 @pytest.mark.fault(59)
@@ -195,16 +161,11 @@ def test_an_old_sample_on_policy_and_a_newer_one_than_the_trainer_are_faults(ahe
 def test_a_failure_in_the_background_is_raised_by_the_step_it_belongs_to() -> None:
     engine = Scripted()
     taken = sampler(engine, ahead=1)
-    generate = engine.generate
-
-    def failing(requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None) -> list[Completion]:
-        raise EngineError("gone")
-
-    engine.generate = failing  # type: ignore[method-assign]
+    engine.dies_after = 0
     taken.ahead.submit(2, taken.call)
-    engine.generate = generate  # type: ignore[method-assign]
+    engine.dies_after = None
     taken.before_sync()  # waits, and leaves the error to the step
-    with pytest.raises(EngineError, match="gone"):
+    with pytest.raises(EngineError, match="killed"):
         taken.groups(2, prompts_of(2))
 
 
@@ -263,27 +224,19 @@ def test_ahead_the_answers_of_earlier_weights_come_from_the_journal(tmp_path: Pa
     assert {sample.weight_version for group in resumed[0] for sample in group.samples} == {1}
 
 
-def test_four_steps_ahead_the_queue_is_always_full() -> None:
+@pytest.mark.parametrize(("max_staleness", "left_out"), [(3, [0] * 5), (2, [0, 0, 0, 4, 4])])
+def test_four_steps_ahead_the_queue_is_always_full_and_older_ones_are_dropped(max_staleness: int, left_out: list[int]) -> None:
     engine = Scripted()
+    taken = sampler(engine, ahead=3, max_staleness=max_staleness, in_flight=True)
     asked: list[int] = []  # calls that the engine had got when each step was taken
-    found = []
-    for step, groups, dropped in trained(engine, sampler(engine, ahead=3, max_staleness=3, in_flight=True)):
-        assert dropped == 0
-        asked.append(len(engine.asked))
-        found.append({step - 1 - sample.weight_version for group in groups for sample in group.samples})
-    assert asked == [4, 5, 5, 5, 5], "three steps beyond the one that trains, as long as there are any"
-    assert found == [{0}, {1}, {2}, {3}, {3}]
-    assert engine.asked == [(2 * step, 2 * step + 1) for step in range(1, STEPS + 1)]
-
-
-def test_four_steps_ahead_what_is_older_than_the_bound_is_dropped_and_counted() -> None:
-    engine = Scripted()
-    taken = sampler(engine, ahead=3, max_staleness=2, in_flight=True)
-    left_out = []
     for step, groups, dropped in trained(engine, taken):
-        left_out.append(dropped)
-        assert all(step - 1 - sample.weight_version <= 2 for group in groups for sample in group.samples)
-    assert left_out == [0, 0, 0, 4, 4] and taken.journal.kept == {4, 5}
+        assert dropped == left_out[step - 1]
+        asked.append(len(engine.asked))
+        age = min(step - 1, 3)
+        assert {step - 1 - sample.weight_version for group in groups for sample in group.samples} == (set() if dropped else {age})
+    assert asked == [4, 5, 5, 5, 5], "three steps beyond the one that trains, as long as there are any"
+    assert engine.asked == [(2 * step, 2 * step + 1) for step in range(1, STEPS + 1)]
+    assert taken.journal.kept == {step for step, count in enumerate(left_out, 1) if count}
 
 
 class Flying(Scripted):
@@ -293,25 +246,24 @@ class Flying(Scripted):
         super().__init__()
         self.under_way: list[Callable[[], None]] = []
 
-    def submit(
-        self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None
-    ) -> "Future[list[Completion]]":
-        first, landed = self.version, Future[list[Completion]]()
-
-        def land() -> None:
-            if not landed.done():
-                landed.set_result(self.generate(requests, sampling, told(first, finished)))
-
-        def told(first: int, finished: Finished | None) -> Finished:
-            return lambda place, answer: finished(place, mixed(answer)) if finished else None
+    def submit(self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None) -> Answers:
+        first, landed = self.version, Answers()
 
         def mixed(answer: Completion) -> Completion:
             last = answer.weight_version
             return answer if first == last else replace(answer, spans=(Span(0, 1, first), Span(1, 2, last)))
 
+        def told(place: int, answer: Completion) -> None:
+            if finished:
+                finished(place, mixed(answer))
+
+        def land() -> None:
+            if not landed.done():
+                landed.set_result(list(map(mixed, self.generate(requests, sampling, told))))
+
         def result(timeout: float | None = None) -> list[Completion]:
             land()
-            return list(map(mixed, Future.result(landed)))
+            return Future.result(landed)
 
         landed.result = result  # type: ignore[method-assign]
         self.under_way.append(land)
@@ -366,34 +318,27 @@ def test_weights_that_come_out_otherwise_refuse_what_they_sampled_and_nothing_el
     assert "answers of step 3 are sampled again: they are by other weights" in said[0] and {4, 5} == set(taken.ahead.pending)
 
 
-@pytest.mark.parametrize("spans", [((0, 1, 0), (1, 2, 3)), ((0, 1, 2), (1, 2, 1))])
-def test_spans_of_weights_that_cannot_have_sampled_are_a_fault(spans: tuple[tuple[int, int, int], ...]) -> None:
-    answer = replace(completion((7, 257), (-1.0, -0.1), ids_of([4])), spans=tuple(Span(*span) for span in spans))
-    with pytest.raises(SentinelError) as caught:
-        check_answers([Request(prompt_ids=ids_of([4]), seed=1)], [answer], SAMPLING, 2, 0)
-    assert caught.value.fault is Fault.STALE_ROLLOUTS
-    check_answers(
-        [Request(prompt_ids=ids_of([4]), seed=1)], [replace(answer, spans=(Span(0, 1, 0), Span(1, 2, 2)))], SAMPLING, 2, 0
-    )
-
-
 class Waiting(Scripted):
     """Answers when it is told to."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.futures: list[Future[list[Completion]]] = []
+        self.futures: list[Answers] = []
         self.of_future: list[Callable[[], list[Completion]]] = []
 
-    def submit(
-        self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None
-    ) -> "Future[list[Completion]]":
-        self.futures.append(Future())
+    def submit(self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None) -> Answers:
+        self.futures.append(Answers())
         self.of_future.append(partial(self.generate, requests, sampling, finished))
         return self.futures[-1]
 
     def answer(self, call: int) -> None:
         self.futures[call].set_result(self.of_future[call]())
+
+
+def saving(taken: Sampler) -> threading.Thread:
+    saved = threading.Thread(target=taken.flush_pending, args=(1,), daemon=True)
+    saved.start()
+    return saved
 
 
 def test_a_save_waits_for_what_earlier_weights_were_asked_and_for_nothing_else(tmp_path: Path) -> None:
@@ -404,23 +349,21 @@ def test_a_save_waits_for_what_earlier_weights_were_asked_and_for_nothing_else(t
     taken.groups(1, prompts_of(1))  # asks for step 2
     taken.journal.starts_from(1, "w1")
     engine.version = 1
-    interrupted = Future[list[Completion]]()
+    interrupted = Answers()
     interrupted.set_exception(KeyboardInterrupt())  # a stop, while step 2 waits for its answers
     call, waiting = taken.ahead.pending[2]
     taken.ahead.pending[2] = call, interrupted
     with pytest.raises(KeyboardInterrupt):
         taken.groups(2, prompts_of(2))
     taken.ahead.pending[2] = call, waiting
-    saved = threading.Thread(target=taken.flush_pending, args=(1,))
-    saved.start()
+    saved = saving(taken)
     saved.join(0.2)
     assert saved.is_alive()
     engine.answer(1)
     saved.join(HANGS)
     assert not saved.is_alive()
     taken.groups(2, prompts_of(2))  # asks for step 3, of the weights of step 1
-    saved = threading.Thread(target=taken.flush_pending, args=(1,), daemon=True)
-    saved.start()
+    saved = saving(taken)
     saved.join(HANGS)
     assert not saved.is_alive(), "a run that goes on after step 1 asks for step 3 again"
 
@@ -447,19 +390,6 @@ def test_ahead_without_the_journal_says_that_it_is_not_exact(tmp_path: Path) -> 
     assert engine.asked[0] == (6, 7) and len(said) == 1 and "4 answers of step 3 are missing" in said[0]
 
 
-def test_a_server_is_asked_by_several_calls_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    together = threading.Barrier(3)
-
-    def generate(self: ServerEngine, *asked: Any) -> list[Completion]:
-        together.wait(HANGS)  # breaks if the three calls come one after the other
-        return []
-
-    monkeypatch.setattr(ServerEngine, "generate", generate)
-    engine = ServerEngine(SimpleNamespace(stop=lambda: None, close=lambda: None), calls=3)  # type: ignore[arg-type]
-    assert [call.result() for call in [engine.submit([], SAMPLING) for _ in range(3)]] == [[], [], []]
-    engine.close()
-
-
 def groups_told(engine: Scripted, ahead: int, of: Journal | None = None) -> tuple[Sampler, list[tuple[int, Group, int]]]:
     """A sampler, and of each group that it tells of: the step, the group, and how many answers the engine had given by then."""
     told: list[tuple[int, Group, int]] = []
@@ -468,17 +398,13 @@ def groups_told(engine: Scripted, ahead: int, of: Journal | None = None) -> tupl
     return taken, told
 
 
-def test_a_group_is_told_of_when_its_last_answer_is_there() -> None:
+def test_a_group_is_told_of_when_its_last_answer_is_there_and_ahead_with_its_step() -> None:
     engine = Scripted()
     taken, told = groups_told(engine, ahead=0)
     groups, _ = taken.groups(1, prompts_of(1))
     assert [(step, group.group_id, answers) for step, group, answers in told] == [(1, 2, 2), (1, 3, 4)]
     assert [group for _, group, _ in told] == groups
-
-
-def test_ahead_a_group_is_told_of_with_its_step() -> None:
-    engine = Scripted()
-    taken, told = groups_told(engine, ahead=1)
+    taken, told = groups_told(Scripted(), ahead=1)
     groups, _ = taken.groups(1, prompts_of(1))
     assert [(step, group.group_id) for step, group, _ in told] == [(1, 2), (1, 3), (2, 4), (2, 5)]
     assert [group for step, group, _ in told if step == 1] == groups
@@ -505,28 +431,6 @@ def test_of_a_step_that_the_journal_has_nothing_is_told(tmp_path: Path) -> None:
     engine.version = 1
     taken.groups(2, prompts_of(2))
     assert [group.group_id for _, group, _ in told] == [4, 5]
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"weights": "other"}, "by other weights"),
-        ({"dtype": "bfloat16"}, "by an engine of another kind"),
-        ({"seed": 1}, "to other prompts, seeds or sampling settings"),
-        ({"temperature": 0.5}, "to other prompts, seeds or sampling settings"),
-    ],
-)
-def test_answers_to_something_else_are_sampled_anew_and_said(tmp_path: Path, change: dict[str, Any], why: str) -> None:
-    engine = Scripted()
-    (before,) = train_until(engine, sampler(engine, ahead=0, of=journal(tmp_path)[0]), 1, 1)
-    opened, said = journal(tmp_path, **{key: value for key, value in change.items() if key in ("weights", "dtype")})
-    taken = sampler(engine, ahead=0, of=opened)
-    taken.run_seed = change.get("seed", 0)
-    taken.sampling = replace(SAMPLING, temperature=change.get("temperature", 1.0))
-    engine.version, engine.asked = 0, []
-    after, _ = taken.groups(1, prompts_of(1))
-    assert engine.asked == [(2, 3)] and after != before
-    assert len(said) == 1 and f"4 of 4 answers of step 1 are sampled again: they are {why}" in said[0]
 
 
 def test_a_replayed_answer_is_checked_as_a_new_one(tmp_path: Path) -> None:

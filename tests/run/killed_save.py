@@ -22,7 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 from rlgen.models import lora
 from rlgen.processes import Processes
 from rlgen.run import writing
-from rlgen.run.checkpoint import Checkpoints
+from rlgen.run.checkpoint import Checkpoints, load_checkpoint
 from rlgen.run.checkpoint_folder import CheckpointFolder
 
 ALONE = Processes.alone()
@@ -63,7 +63,7 @@ def main(folder: Path, kind: str, every: int) -> None:
         if kind == "sharded":
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             own = parts(sharded_by=ALONE)
-            Checkpoints.load(later, *own, ALONE)
+            load_checkpoint(later, *own)
         instants = Instants(place, fatal, torn)
         halve_tensors(instants)
         save_parts(Checkpoints(place, 1, ALONE), 2, own)
@@ -71,7 +71,7 @@ def main(folder: Path, kind: str, every: int) -> None:
         return 0
 
     def same(path: Path, step: int) -> bool:
-        assert Checkpoints.load(path, *again, ALONE).step == step
+        assert load_checkpoint(path, *again).step == step
         return equal(state(*again), states[step])
 
     shutil.copytree(folder / "before", folder / "counted")
@@ -89,7 +89,7 @@ def main(folder: Path, kind: str, every: int) -> None:
         # the next start: leftovers go, and the step is saved
         checkpoints = Checkpoints(place, 1, ALONE)
         checkpoints.choose()
-        if not checkpoints.has(2):
+        if not checkpoints.folder.has(2):
             save_parts(checkpoints, 2, mine)
         checkpoints.folder.rotate(1)
         row["after"] = sorted(path.name for path in place.iterdir())

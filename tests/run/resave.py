@@ -6,13 +6,13 @@ from pathlib import Path
 from helpers.learner import parts, save_parts
 
 from rlgen.processes import Processes
-from rlgen.run.checkpoint import Checkpoints
+from rlgen.run.checkpoint import Checkpoints, load_checkpoint
 
 
 def main(checkpoint: Path, folder: Path) -> None:
     processes = Processes.open(60)
     own = parts(sharded_by=processes)
-    Checkpoints.load(checkpoint, *own, processes)
+    load_checkpoint(checkpoint, *own, processes.rank)
     save_parts(Checkpoints(folder, 1, processes), 2, own)
     processes.close()
 

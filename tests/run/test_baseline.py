@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rlgen.run.baseline import Baselines
-from rlgen.sentinel.verdict import Rung, Verdict
+from rlgen.sentinel.verdict import Outcome, Rung
 
 OLD = {"engine": "vllm 0.31.0", "torch": "2.12.0", "device": "cpu"}
 NEW = {**OLD, "engine": "vllm 0.32.0"}
@@ -14,8 +14,8 @@ NEW = {**OLD, "engine": "vllm 0.32.0"}
 def measured(mean: float) -> list[Rung]:
     numbers = {"mean_delta": mean, "max_delta": 3 * mean}
     return [
-        Rung(number=0, name="contract", verdict=Verdict.OK, sentence=""),
-        Rung(number=1, name="same weights", verdict=Verdict.OK, sentence="", measured=numbers, bound=0.03),
+        Rung(number=0, name="contract", verdict=Outcome.OK, sentence=""),
+        Rung(number=1, name="same weights", verdict=Outcome.OK, sentence="", measured=numbers, bound=0.03),
     ]
 
 

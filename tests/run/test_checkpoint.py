@@ -12,8 +12,8 @@ from helpers.learner import learn, parts, position, save_parts
 from rlgen.errors import CheckpointError
 from rlgen.files import read_json
 from rlgen.processes import Processes
-from rlgen.run import checkpoint, writing
-from rlgen.run.checkpoint import Checkpoints, little_space
+from rlgen.run import writing
+from rlgen.run.checkpoint import Checkpoints, little_space, load_checkpoint
 
 
 def test_going_on_equals_never_stopping(tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_going_on_equals_never_stopping(tmp_path: Path) -> None:
     torch.manual_seed(6)
     learn(*whole, 2)
     again = parts()
-    assert Checkpoints.load(path, *again, Processes.alone()) == position(3)
+    assert load_checkpoint(path, *again) == position(3)
     assert read_json(path / "state" / "state.json")["weight_version"] == 3
     assert (random.random(), numpy.random.rand(), torch.rand(1).item()) == drawn
     torch.manual_seed(6)
@@ -46,7 +46,7 @@ def test_without_the_shard_of_another_process_nothing_is_sealed(tmp_path: Path, 
         (folder / "shard-00001-model.safetensors").touch()
         return ["shard-00001-model.safetensors"]
 
-    monkeypatch.setattr(checkpoint, "is_sharded", lambda model: True)
+    monkeypatch.setattr(writing, "is_sharded", lambda model: True)
     monkeypatch.setattr(writing, "save_shards", write)
     monkeypatch.setattr(
         writing, "appears", lambda path, seconds=0: path.unlink()
@@ -75,7 +75,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     weights = path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=r"step_000001 cannot be read \(SafetensorError\)"):
-        Checkpoints.load(path, *mine, Processes.alone())
+        load_checkpoint(path, *mine)
 
 
 def test_a_disk_with_little_space_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from torch import Tensor
 from rlgen.files import read_json
 from rlgen.processes import Processes
 from rlgen.rollout.read import read_rollouts
-from rlgen.run.checkpoint import Checkpoints
+from rlgen.run.checkpoint import Checkpoints, load_checkpoint
 from rlgen.run.manifest import check_files
 
 HERE = Path(__file__).parent
@@ -124,7 +124,7 @@ def test_what_is_loaded_is_what_was_saved_to_the_last_bit(chain: dict[str, Path]
     """Shards to whole tensors here, to shards again in two processes, and back."""
 
     def load(path: Path, own: Parts) -> dict[str, Tensor]:
-        assert Checkpoints.load(path, *own, Processes.alone()).step == 2
+        assert load_checkpoint(path, *own).step == 2
         return state(*own)
 
     first = parts()

@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 from rlgen.cli.app import app
 from rlgen.errors import UsageError
 from rlgen.files import read_json
+from rlgen.rollout.read import read_rollouts, rollout_steps
 from rlgen.run.directory import RunDirectory
-from rlgen.run.rollouts import read_rollouts, rollout_steps
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Proof = Callable[[str], None]

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ from rlgen.models.tiny import byte_tokenizer
 from rlgen.recipe import load_recipe
 from rlgen.rollout import parquet
 from rlgen.rollout.parquet import Rollout, read_part
+from rlgen.rollout.read import read_rollouts, rollout_steps
 from rlgen.run import rollouts as module
 from rlgen.run.compare import first_difference
-from rlgen.run.rollouts import RolloutWriter, read_rollouts, rollout_steps
+from rlgen.run.rollouts import RolloutWriter
 from rlgen.types import Prompt, Ragged, Sample, Samples, Span, ids_of, logp_of
 
 TEXT = byte_tokenizer().decode([40, 41])
@@ -54,17 +56,10 @@ ODD: dict[str, Callable[[int], Any]] = {
 KEPT_AS_TEXT = ("mixed", "keys", "empty", "large", "half")
 
 
-class OddPrompts:
-    """Prompts of whatever a data set may have; `columns` are those that a test needs."""
-
-    def __init__(self, columns: Mapping[str, Callable[[int], Any]] = ODD) -> None:
-        self.columns = columns
-
-    def at(self, position: int) -> Prompt:
-        columns = {name: value(position) for name, value in self.columns.items()}
-        return Prompt(
-            position=position, row=position, text=f"prompt {position} \ud800", prompt_ids=ids_of((1, 2)), columns=columns
-        )
+def odd_prompt(position: int, columns: Mapping[str, Callable[[int], Any]] = ODD) -> Prompt:
+    """A prompt of whatever a data set may have; `columns` are those that a test needs."""
+    values = {name: value(position) for name, value in columns.items()}
+    return Prompt(position=position, row=position, text=f"prompt {position} \ud800", prompt_ids=ids_of((1, 2)), columns=values)
 
 
 def sample(group: int, at: int, ids: tuple[int, ...] = (40, 41, 259), **changes: Any) -> Sample:
@@ -102,7 +97,7 @@ def writer(run: Path, **changes: Any) -> RolloutWriter:
         "folder": run / "rollouts",
         "rank": 0,
         "world": 1,
-        "prompts": OddPrompts(),
+        "prompt_at": odd_prompt,
         "tokenizer": byte_tokenizer(),
         "stop_ids": (259,),
         "every": 1,
@@ -213,9 +208,9 @@ def test_a_process_that_was_first_hears_of_the_others_with_its_next_step_or_its_
 
 def test_parts_of_other_types_are_read_as_text(tmp_path: Path) -> None:
     """A value that none of the first prompts was like."""
-    prompts = OddPrompts({"late": lambda at: "text" if at == 1000 else 1})
-    wrote(tmp_path, rollout(rows=ROWS[:1]), rank=0, world=2, prompts=prompts)
-    wrote(tmp_path, rollout(rows=(sample(1000, 0),)), rank=1, world=2, prompts=prompts)
+    prompt_at = partial(odd_prompt, columns={"late": lambda at: "text" if at == 1000 else 1})
+    wrote(tmp_path, rollout(rows=ROWS[:1]), rank=0, world=2, prompt_at=prompt_at)
+    wrote(tmp_path, rollout(rows=(sample(1000, 0),)), rank=1, world=2, prompt_at=prompt_at)
     assert read_rollouts(tmp_path, 4)["late"].to_pylist() == ["1", '"text"']
 
 

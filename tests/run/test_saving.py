@@ -20,7 +20,7 @@ from rlgen.files import read_json
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.processes import Processes
 from rlgen.run import writing
-from rlgen.run.checkpoint import Checkpoints
+from rlgen.run.checkpoint import Checkpoints, load_checkpoint
 from rlgen.run.manifest import check_files
 from rlgen.run.signals import StopRequest
 from rlgen.run.state import Room
@@ -64,7 +64,7 @@ def test_what_is_written_is_what_was_when_the_save_began(tmp_path: Path, gate: G
     path = checkpoints.save(position(1), mine[0], byte_tokenizer(), *mine[1:])
     drawn = torch.rand(4)
     assert gate.reached.wait(HANGS) and not path.exists()
-    assert not checkpoints.complete(wait=False) and not checkpoints.has(1), "it is being written"
+    assert not checkpoints.complete(wait=False) and not checkpoints.folder.has(1), "it is being written"
     learn(*mine)
     now = state(*mine)
     assert not any(torch.equal(now[name], first[name]) for name in first if name.endswith(("exp_avg", "proj.weight")))
@@ -74,7 +74,7 @@ def test_what_is_written_is_what_was_when_the_save_began(tmp_path: Path, gate: G
     assert not checkpoints.complete(wait=True), "there is nothing more"
     for step, saved in ((1, first), (2, now)):
         again = parts()
-        assert Checkpoints.load(checkpoints.folder.path(step), *again, Processes.alone()).prompts == 8 * step
+        assert load_checkpoint(checkpoints.folder.path(step), *again).prompts == 8 * step
         assert equal(state(*again), saved)
         if step == 1:
             assert torch.equal(torch.rand(4), drawn)

@@ -23,7 +23,7 @@ from rlgen.errors import SetupError
 from rlgen.recipe.sinks import MlflowSink, TensorboardSink
 from rlgen.run.compare import first_difference
 from rlgen.run.sinks import open as opening
-from rlgen.run.sinks.open import ROOM, Sink, Sinks, numbers_of
+from rlgen.run.sinks.open import ROOM, Outlet, Sinks, numbers_of
 from rlgen.run.sinks.tracker import Opening, Table
 from rlgen.run.sinks.worker import LONGEST_TEXT, read_table
 from rlgen.setup.attempt import train
@@ -221,10 +221,10 @@ def test_a_tracker_that_breaks_in_mid_run_changes_nothing(
     proof(f"each tracker {how} at its third record: one warning each, metrics, rollouts and checkpoints as without")
 
 
-def sink(folder: Path, say: Callable[[str], None]) -> Sink:
+def sink(folder: Path, say: Callable[[str], None], every: int = 1, samples: int = 0) -> Outlet:
     opening = {"name": "demo", "folder": str(folder), "step": 0, "config": {"recipe": {}, "provenance": {}}}
     asked = {"what": "open", "settings": {"kind": "tensorboard"}, "opening": opening}
-    return Sink(kind="tensorboard", opening=asked, memory=folder / "id.json", say=say)
+    return Outlet(kind="tensorboard", opening=asked, memory=folder / "id.json", say=say, every=every, samples=samples)
 
 
 def test_a_library_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,8 +315,8 @@ def test_a_table_is_small(tmp_path: Path) -> None:
 
 
 def test_what_is_due(tmp_path: Path) -> None:
-    waiting = sink(tmp_path, print)
-    sinks = Sinks(7, [(waiting, 3, 4)])
+    waiting = sink(tmp_path, print, every=3, samples=4)
+    sinks = Sinks(7, [waiting])
     for step in range(8):
         sinks.metrics({"step": step, "loss": 1.0, **({"eval/reward/mean": 0.5} if step == 5 else {})})
         sinks.samples(step, tmp_path)

@@ -219,6 +219,6 @@ def test_a_secret_at_the_edge_of_a_block_is_redacted(before: int) -> None:
     """The line has no end: what is printed of it is cut, and no cut divides a secret."""
     secret = "hf_" + "aB3" * 12
     text = f"{'.' * before} {secret} {'.' * 150_000}"
-    program = [sys.executable, "-c", "from rlgen.worker_pool.printed import main; main(0)"]
+    program = [sys.executable, "-c", "from rlgen.worker_pool.printed import copy_output; copy_output(0)"]
     said = subprocess.run(program, input=text, capture_output=True, text=True, timeout=HANGS).stdout
     assert said == text.replace(secret, "[redacted]")

@@ -17,7 +17,6 @@ from torch import Tensor
 from rlgen.engines import vllm_compat, vllm_weights
 from rlgen.engines.base import EngineInfo, Finished, SyncReport
 from rlgen.engines.colocated import ColocatedEngine
-from rlgen.engines.open import build_engine
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.losses import policy as policy_module
 from rlgen.losses.inputs import LossInputs, Totals
@@ -26,7 +25,6 @@ from rlgen.models.load import load_model
 from rlgen.models.lora import base_weight, without_adapter
 from rlgen.models.weights import checkpoint_tensors
 from rlgen.sentinel import contract, sync
-from rlgen.setup import pair
 from rlgen.types import Completion, Request, Sampling, one_span
 
 Plant = Callable[[pytest.MonkeyPatch], list[str]]
@@ -59,14 +57,12 @@ def engine_argument(name: str, value: object) -> Plant:
     return instead(vllm_compat, "open_llm", lambda open_llm, vllm, given: open_llm(vllm, {**given, name: value}))
 
 
-def ignoring_top_k(
-    generate: Callable[..., Answers], engine: Any, requests: Sequence[Request], sampling: Sampling, *rest: Any
-) -> Answers:
-    """The engine ignores top-k, and reports log-probs of all ids."""
-    return generate(engine, requests, replace(sampling, top_k=0), *rest)
-
-
-sampled_from_all = instead(TransformersEngine, "generate", ignoring_top_k)
+# The engine ignores top-k, and reports log-probs of all ids.
+sampled_from_all = instead(
+    TransformersEngine,
+    "generate",
+    lambda generate, engine, requests, sampling, *rest: generate(engine, requests, replace(sampling, top_k=0), *rest),
+)
 
 
 def sampling_parameter(name: str, value: object) -> Plant:
@@ -145,6 +141,12 @@ def only_once() -> Callable[..., Named | None]:
     return lambda arrived, *_: None if next(loads) else arrived
 
 
+def all_but_the_first() -> Callable[..., Named | None]:
+    """The first weights that arrive are lost."""
+    loads = count()
+    return lambda arrived, *_: arrived if next(loads) else None
+
+
 tied_head_stale = instead(vllm_weights, "repack_heads", lambda *_: 0)
 
 
@@ -180,27 +182,21 @@ adapter_at_another_scale = instead(
 # --- around an engine --------------------------------------------------------------------------------------------------------
 
 
-class Wrapped:
-    """An engine whose answers pass through `change(requests, answers)`."""
-
-    def __init__(self, engine: Any, change: Callable[[Sequence[Request], Answers], Answers], fired: list[str]) -> None:
-        self._engine, self._change, self._fired = engine, change, fired
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def generate(self, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None) -> Answers:
-        answers = self._engine.generate(requests, sampling)
-        changed = self._change(requests, list(answers))
-        if changed != answers:
-            self._fired.append("answers")
-        return changed
-
-
 def answers(change: Callable[[Sequence[Request], Answers], Answers]) -> Plant:
+    """Answers of the transformers engine pass through `change(requests, answers)`."""
+
     def plant(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         fired: list[str] = []
-        monkeypatch.setattr(pair, "build_engine", lambda *arguments: Wrapped(build_engine(*arguments), change, fired))
+        generate = TransformersEngine.generate
+
+        def generated(engine: Any, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None) -> Answers:
+            given = generate(engine, requests, sampling)
+            changed = change(requests, list(given))
+            if changed != given:
+                fired.append("answers")
+            return changed
+
+        monkeypatch.setattr(TransformersEngine, "generate", generated)
         return fired
 
     return plant
@@ -211,16 +207,10 @@ def each(change: Callable[[Completion], Completion]) -> Plant:
 
 
 def without_last(answer: Completion) -> Completion:
-    return (
-        replace(
-            answer,
-            token_ids=answer.token_ids[:-1],
-            logp=answer.logp[:-1],
-            spans=one_span(len(answer.logp) - 1, answer.weight_version),
-        )
-        if answer.finish_reason == "stop"
-        else answer
-    )
+    if answer.finish_reason != "stop":
+        return answer
+    spans = one_span(len(answer.logp) - 1, answer.weight_version)
+    return replace(answer, token_ids=answer.token_ids[:-1], logp=answer.logp[:-1], spans=spans)
 
 
 def without_last_logp(answer: Completion) -> Completion:
@@ -310,27 +300,15 @@ def noisy_after_a_sync(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return fired
 
 
-def engine_tokenizer(change: Callable[[Any], None]) -> Plant:
-    """Beside the engine's weights lies another tokenizer."""
+def engine_tokenizer(name: str, value: str) -> Plant:
+    """Beside the engine's weights lies a tokenizer with another value of one attribute."""
 
     def load(load_tokenizer: Callable[..., Any], *where: Any) -> Any:
         tokenizer = load_tokenizer(*where)
-        change(tokenizer)
+        setattr(tokenizer, name, value)
         return tokenizer
 
     return instead(contract, "load_tokenizer", load)
-
-
-def other_template(tokenizer: Any) -> None:
-    tokenizer.chat_template += "{{ ' ' }}"
-
-
-def other_end(tokenizer: Any) -> None:
-    tokenizer.eos_token = "<|endoftext|>"
-
-
-def other_pad(tokenizer: Any) -> None:
-    tokenizer.pad_token = "<|endoftext|>"
 
 
 # --- in the trainer ----------------------------------------------------------------------------------------------------------

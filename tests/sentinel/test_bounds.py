@@ -11,12 +11,10 @@ from helpers.samples import TEXTS, make_sample
 from torch import Tensor
 
 from rlgen.losses.logp import head_scores, softmax_errors
-from rlgen.models.half import HALF
-from rlgen.models.other_dtype import FP8, WIDER
+from rlgen.models.half import FP8, HALF, WIDER
 from rlgen.models.policy import Policy
 from rlgen.processes import Processes
-from rlgen.sentinel.bounds import FLOOR, MOST, MOST_QUANTIZED, POWER, Bounds, Noise, most_for
-from rlgen.sentinel.gap import Gap
+from rlgen.sentinel.bounds import FLOOR, MOST, MOST_QUANTIZED, POWER, Bounds, Gap, Noise, most_for
 from rlgen.sentinel.probe import TrainerSide
 from rlgen.types import WHOLE, Distribution, Sample
 

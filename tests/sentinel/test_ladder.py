@@ -1,10 +1,11 @@
 """Every fault that the sentinel can name is planted, and named: by the ladder before step 1."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import planted as p
@@ -13,16 +14,16 @@ from helpers.slow import slow_but
 
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.errors import Fault
+from rlgen.models.tiny import CHAT_TEMPLATE
 from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
-from rlgen.sentinel.bounds import Bounds
-from rlgen.sentinel.gap import Gap
-from rlgen.sentinel.ladder import climb, summary
-from rlgen.sentinel.verdict import Rung, Verdict
+from rlgen.sentinel.bounds import Bounds, Gap
+from rlgen.sentinel.rungs import climb
+from rlgen.sentinel.verdict import Outcome, Rung, agreement
 from rlgen.setup.data import open_data
 from rlgen.setup.pair import open_pair
 from rlgen.setup.probe import probe_of, toy_gradient
-from rlgen.types import Completion, Request, Sampling
+from rlgen.types import Completion, Sampling
 
 Proof = Callable[[str], None]
 
@@ -33,6 +34,7 @@ TRANSFORMERS = "engine={kind: transformers}"
 LONG, WARM = "engine={kind: colocated, max_model_len: 160}", "rollout.temperature=0.7"
 
 LORA = "model.lora={rank: 4, alpha: 8.0}"
+BLIND = "sentinel.max_delta=100.0"
 
 # name -> (plant, the rung that must fail, the fault it must name, words of its sentence, overrides)
 PLANTED: dict[str, tuple[p.Plant, int, Fault, str, list[str]]] = {
@@ -50,13 +52,7 @@ PLANTED: dict[str, tuple[p.Plant, int, Fault, str, list[str]]] = {
     "top-p": (p.sampling_parameter("top_p", 0.9), 1, Fault.TRUNCATED_SUPPORT, "top-p 0.9", []),
     "top-k": (p.sampling_parameter("top_k", 50), 1, Fault.TRUNCATED_SUPPORT, "top-k 50", []),
     "min-p": (p.sampling_parameter("min_p", 0.3), 1, Fault.TRUNCATED_SUPPORT, "min-p 0.3", []),
-    "top-p ignored": (
-        p.sampling_parameter("top_p", 1.0),
-        2,
-        Fault.TRUNCATED_SUPPORT,
-        "log-probs of all ids",
-        ["rollout.top_p=0.8"],
-    ),
+    "top-p ignored": (p.sampling_parameter("top_p", 1.0), 2, Fault.TRUNCATED_SUPPORT, "of all ids", ["rollout.top_p=0.8"]),
     "top-k ignored": (p.sampled_from_all, 2, Fault.TRUNCATED_SUPPORT, "log-probs of all ids", [TRANSFORMERS, "rollout.top_k=40"]),
     "bfloat16 engine": (p.engine_argument("dtype", "bfloat16"), 0, Fault.ENGINE_SETTINGS, "'bfloat16' there", []),
     "bfloat16 engine, denied": (
@@ -85,9 +81,15 @@ PLANTED: dict[str, tuple[p.Plant, int, Fault, str, list[str]]] = {
     "adapter at another scale": (p.adapter_at_another_scale, 3, Fault.UNEXPLAINED, "another effect", [LORA, TRANSFORMERS]),
     "all weights stale under an adapter": (p.loaded(p.nothing), 3, Fault.STALE_WEIGHTS, "none of its weights", [LORA]),
     # around an engine
-    "other template": (p.engine_tokenizer(p.other_template), 0, Fault.TEMPLATE_MISMATCH, "chat", [TRANSFORMERS]),
-    "other end": (p.engine_tokenizer(p.other_end), 0, Fault.SPECIAL_TOKENS, "eos_token_id", [TRANSFORMERS]),
-    "other pad": (p.engine_tokenizer(p.other_pad), 0, Fault.SPECIAL_TOKENS, "pad_token_id", [TRANSFORMERS]),
+    "other template": (
+        p.engine_tokenizer("chat_template", CHAT_TEMPLATE + "{{ ' ' }}"),
+        0,
+        Fault.TEMPLATE_MISMATCH,
+        "chat",
+        [TRANSFORMERS],
+    ),
+    "other end": (p.engine_tokenizer("eos_token", "<|endoftext|>"), 0, Fault.SPECIAL_TOKENS, "eos_token_id", [TRANSFORMERS]),
+    "other pad": (p.engine_tokenizer("pad_token", "<|endoftext|>"), 0, Fault.SPECIAL_TOKENS, "pad_token_id", [TRANSFORMERS]),
     "last id dropped": (p.each(p.without_last), 0, Fault.DROPPED_STOP_TOKEN, "never learns to stop", [TRANSFORMERS]),
     "last log-prob dropped": (p.each(p.without_last_logp), 0, Fault.MISSING_LOGPROBS, "the stop token too", [TRANSFORMERS]),
     "no log-probs": (p.each(p.without_logp), 0, Fault.MISSING_LOGPROBS, "0 log-probs", [TRANSFORMERS]),
@@ -108,13 +110,7 @@ PLANTED: dict[str, tuple[p.Plant, int, Fault, str, list[str]]] = {
     "batch dependence": (p.answers(p.noisy_alone), 5, Fault.BATCH_DEPENDENCE, "alone", [TRANSFORMERS]),
     "unexplained": (p.noisy_after_a_sync, 3, Fault.UNEXPLAINED, "other weights than it was sent", [TRANSFORMERS]),
     # in the recipe
-    "blind bounds": (
-        lambda _: ["recipe"],
-        3,
-        Fault.BLIND_BOUNDS,
-        "sentinel.max_delta",
-        [TRANSFORMERS, "sentinel.max_delta=100.0"],
-    ),
+    "blind bounds": (lambda _: ["recipe"], 3, Fault.BLIND_BOUNDS, "sentinel.max_delta", [TRANSFORMERS, BLIND]),
     # in the trainer
     "split dependence": (p.local_denominator, 6, Fault.SPLIT_DEPENDENCE, "depends on the split", [TRANSFORMERS]),
 }
@@ -138,12 +134,17 @@ def marks_of(name: str, overrides: list[str]) -> list[pytest.MarkDecorator]:
 
 
 def ladder(recipe: Path, overrides: list[str], greedy: bool = False) -> list[Rung]:
-    loaded = load_recipe(recipe, ["rollout.max_completion_tokens=24", *overrides]).recipe
+    return checks_of(recipe, ["rollout.max_completion_tokens=24", *overrides], greedy)[0]
+
+
+def checks_of(recipe: Path, overrides: list[str], greedy: bool = False) -> tuple[list[Rung], bool]:
+    """The checks of doctor, and whether rows are packed."""
+    loaded = load_recipe(recipe, overrides).recipe
     if greedy:  # refused in a recipe
         loaded = loaded.model_copy(update={"rollout": loaded.rollout.model_copy(update={"temperature": 0.0})})
     with closing(open_pair(loaded, open_data(loaded), None, Processes.alone(), recipe.parent, print)) as pair:
         probe = probe_of(loaded, pair)
-        return list(climb(probe, toy_gradient(loaded, pair, probe)))
+        return list(climb(probe, toy_gradient(loaded, pair, probe))), pair.learner.policy.packed
 
 
 @pytest.mark.parametrize(
@@ -158,8 +159,8 @@ def test_a_planted_fault_is_named(recipe_file: Path, monkeypatch: pytest.MonkeyP
     fired = plant(monkeypatch)
     rungs = ladder(recipe_file, overrides)
     assert fired, "the fault did not happen"
-    assert [rung.verdict for rung in rungs[:-1] if rung.verdict is Verdict.FAILED] == []
-    assert (rungs[-1].number, rungs[-1].verdict, rungs[-1].fault) == (number, Verdict.FAILED, fault), rungs[-1]
+    assert [rung.verdict for rung in rungs[:-1] if rung.verdict is Outcome.FAILED] == []
+    assert (rungs[-1].number, rungs[-1].verdict, rungs[-1].fault) == (number, Outcome.FAILED, fault), rungs[-1]
     assert words in rungs[-1].sentence
     error = rungs[-1].error()
     assert error.exit_code == 6 and error.fault is fault and fault.value in str(error)
@@ -171,7 +172,7 @@ def test_a_planted_fault_is_named(recipe_file: Path, monkeypatch: pytest.MonkeyP
 def test_without_a_fault_nothing_is_named(recipe_file: Path, engine: str, dtype: str) -> None:
     rungs = ladder(recipe_file, [engine, WARM, f"model.dtype={dtype}"])
     assert [rung.number for rung in rungs] == list(range(7))
-    expected = {Verdict.OK} if engine == LONG else {Verdict.OK, Verdict.NOT_NEEDED}
+    expected = {Outcome.OK} if engine == LONG else {Outcome.OK, Outcome.NOT_NEEDED}
     assert {rung.verdict for rung in rungs} == expected
     assert all(rung.power > 5 * rung.bound for rung in rungs if rung.power is not None and rung.bound is not None)
 
@@ -179,22 +180,20 @@ def test_without_a_fault_nothing_is_named(recipe_file: Path, engine: str, dtype:
 def test_greedy_is_compared_at_temperature_1(recipe_file: Path) -> None:
     rungs = ladder(recipe_file, [TRANSFORMERS], greedy=True)
     assert [rung.number for rung in rungs] == list(range(7))
-    assert {rung.verdict for rung in rungs} == {Verdict.OK, Verdict.NOT_NEEDED}
-    assert rungs[2].verdict is Verdict.OK and "the same distribution: temperature 1" in rungs[2].sentence
+    assert {rung.verdict for rung in rungs} == {Outcome.OK, Outcome.NOT_NEEDED}
+    assert rungs[2].verdict is Outcome.OK and "the same distribution: temperature 1" in rungs[2].sentence
     assert rungs[2].power is not None and rungs[2].power > 1  # were the choice reported as a sure one, with log-probs of 0
 
 
 @pytest.mark.slow
 def test_greedy_log_probs_of_a_sure_choice_are_seen(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    generate = TransformersEngine.generate
-
-    def sure(engine: TransformersEngine, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def sure(generate: Any, engine: Any, requests: Any, sampling: Sampling) -> list[Completion]:
         answers = generate(engine, requests, sampling)
         return answers if sampling.temperature else [replace(a, logp=np.zeros_like(a.logp)) for a in answers]
 
-    monkeypatch.setattr(TransformersEngine, "generate", sure)
+    p.instead(TransformersEngine, "generate", sure)(monkeypatch)
     rungs = ladder(recipe_file, [TRANSFORMERS], greedy=True)
-    assert (rungs[-1].number, rungs[-1].verdict) == (2, Verdict.FAILED), rungs[-1]
+    assert (rungs[-1].number, rungs[-1].verdict) == (2, Outcome.FAILED), rungs[-1]
 
 
 @pytest.mark.slow
@@ -203,7 +202,7 @@ def test_without_a_fault_an_adapter_has_one_effect(recipe_file: Path, dtype: str
     rungs = ladder(recipe_file, [LONG, WARM, LORA, f"model.dtype={dtype}"])
     assert [(rung.number, rung.name) for rung in rungs][3:5] == [(3, "changed weights"), (3, "adapter")]
     assert [rung.number for rung in rungs] == [0, 1, 2, 3, 3, 4, 5, 6]
-    assert {rung.verdict for rung in rungs} == {Verdict.OK}
+    assert {rung.verdict for rung in rungs} == {Outcome.OK}
     effects = rungs[4].measured
     assert effects["effect"] > 5 * (rungs[4].bound or 0) and effects["effect_in_engine"] == pytest.approx(
         effects["effect"], rel=0.1
@@ -224,9 +223,9 @@ def test_every_fault_is_planted_somewhere() -> None:
 def test_the_summary_says_what_was_not_measurable_after_what_was() -> None:
     blind = "This check is blind: this fault would move log-probs by 0.05 nats, which is less than 5 times the bound."
     rungs = [
-        Rung(number=1, name="same weights", verdict=Verdict.OK, sentence="", measured={"mean_delta": 0.028}, bound=0.098),
-        Rung(number=2, name="policy", verdict=Verdict.NOT_MEASURABLE, sentence=blind, measured={"mean_delta": 0.01}, bound=0.098),
-        Rung(number=3, name="sync", verdict=Verdict.OK, sentence="", measured={"mean_delta": 0.066}, bound=0.2, power=3.7),
+        Rung(number=1, name="same weights", verdict=Outcome.OK, sentence="", measured={"mean_delta": 0.028}, bound=0.098),
+        Rung(number=2, name="policy", verdict=Outcome.NOT_MEASURABLE, sentence=blind, measured={"mean_delta": 0.01}, bound=0.098),
+        Rung(number=3, name="sync", verdict=Outcome.OK, sentence="", measured={"mean_delta": 0.066}, bound=0.2, power=3.7),
     ]
     measured = "same weights 2.8e-02 of 9.8e-02, policy 1.0e-02 of 9.8e-02, sync 6.6e-02 of 2.0e-01 (3.7 without a sync)"
-    assert summary(rungs) == f"engine and trainer agree: {measured}. Not measurable: policy. {blind[:-1]}"
+    assert agreement(rungs) == f"engine and trainer agree: {measured}. Not measurable: policy. {blind[:-1]}"

@@ -4,24 +4,17 @@ Bounds follow from the rounding of this model. What the toys' tests prove of eac
 """
 
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 from conftest import read_jsonl
-from test_ladder import LONG, PLANTED, TRANSFORMERS, WARM
+from test_ladder import LONG, PLANTED, TRANSFORMERS, WARM, checks_of
 
 from rlgen import rollouts
 from rlgen.cli.train import train_command
 from rlgen.metrics import Metric
-from rlgen.processes import Processes
-from rlgen.recipe import load_recipe
 from rlgen.sentinel.bounds import POWER
-from rlgen.sentinel.ladder import climb
-from rlgen.sentinel.verdict import Rung, Verdict
-from rlgen.setup.data import open_data
-from rlgen.setup.pair import open_pair
-from rlgen.setup.probe import probe_of, toy_gradient
+from rlgen.sentinel.verdict import Outcome, Rung
 
 pytestmark = pytest.mark.real
 
@@ -68,14 +61,10 @@ optim: {{learning_rate: 5.0e-6}}
 
 
 def ladder(recipe: Path, *overrides: str) -> tuple[list[Rung], bool]:
-    """The checks of doctor, and whether rows are packed."""
-    loaded = load_recipe(recipe, list(overrides)).recipe
-    with closing(open_pair(loaded, open_data(loaded), None, Processes.alone(), recipe.parent, print)) as pair:
-        probe = probe_of(loaded, pair)
-        rungs = list(climb(probe, toy_gradient(loaded, pair, probe)))
-        for rung in rungs:
-            print(rung.number, rung.name, rung.verdict, dict(rung.measured), dict(rung.bounds), rung.power, rung.noise)
-        return rungs, pair.learner.policy.packed
+    rungs, packed = checks_of(recipe, list(overrides))
+    for rung in rungs:
+        print(rung.number, rung.name, rung.verdict, dict(rung.measured), dict(rung.bounds), rung.power, rung.noise)
+    return rungs, packed
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -84,9 +73,9 @@ def test_healthy_and_packed(recipe: Path, engine: str, dtype: str) -> None:
     rungs, packed = ladder(recipe, engine, WARM, f"model.dtype={dtype}", "rollout.max_completion_tokens=48")
     assert packed and [rung.number for rung in rungs] == list(range(7))
     for rung in rungs:
-        assert rung.verdict is not Verdict.FAILED, rung
+        assert rung.verdict is not Outcome.FAILED, rung
         blind = rung.power is not None and rung.bound is not None and rung.power <= POWER * rung.bound
-        assert blind == (rung.verdict is Verdict.NOT_MEASURABLE) == ("blind" in rung.sentence)
+        assert blind == (rung.verdict is Outcome.NOT_MEASURABLE) == ("blind" in rung.sentence)
         # In bfloat16 raw log-probs at temperature 0.7 differ by two and a half bounds.
         assert not blind or (dtype == "bfloat16" and rung.number == 2)
     first = rungs[1]
@@ -101,7 +90,7 @@ def test_a_planted_fault_is_named(
     fired = plant(monkeypatch)
     rungs, _ = ladder(recipe, *[AT.get(name, [one])[0] if one == LONG else one for one in overrides])
     last = rungs[-1]
-    assert fired and (last.number, last.verdict, last.fault) == (number, Verdict.FAILED, fault), last
+    assert fired and (last.number, last.verdict, last.fault) == (number, Outcome.FAILED, fault), last
     assert words.split(" tokens")[0] in last.sentence or name in AT
     if name in BY_GAP:
         power = max(last.measured[statistic] / bound for statistic, bound in last.bounds.items())

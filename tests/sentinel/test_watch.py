@@ -1,7 +1,7 @@
 """Faults that come while a run goes on: found in the first batch that they touch, before it moves a weight."""
 
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,8 +24,7 @@ from rlgen.errors import Fault, SentinelError
 from rlgen.files import read_json
 from rlgen.processes import Processes
 from rlgen.run.compare import first_difference
-from rlgen.sentinel.bounds import MOST, Bounds, Noise
-from rlgen.sentinel.gap import Gap
+from rlgen.sentinel.bounds import MOST, Bounds, Gap, Noise
 from rlgen.sentinel.probe import Probe
 from rlgen.sentinel.watch import Watch
 from rlgen.setup import trainer
@@ -62,81 +61,56 @@ def after_the_start(event: Event) -> p.Plant:
     return plant
 
 
-def syncs_that_reach_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_weights, "load_weights", lambda llm, weights: [None for _ in weights][:0])
-
-
-def one_sync_that_reaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    load_weights, lost = vllm_weights.load_weights, []
-
-    def load(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:
-        if lost:
-            return load_weights(llm, weights)
-        lost.extend(name for name, _ in weights)
-        return ()
-
-    monkeypatch.setattr(vllm_weights, "load_weights", load)
-
-
 def cut_to_bfloat16(arrived: p.Named) -> p.Named:
     return [(name, tensor.bfloat16() if "norm" in name else tensor) for name, tensor in arrived]
 
 
-def buffers_that_do_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def emptied(repack_heads: Callable[[Any], int], model: Any) -> int:
     """What sleep at level 2 leaves where only the weights are sent: rotary caches are no weights."""
-    repack_heads = vllm_weights.repack_heads
-
-    def empty(model: Any) -> int:
-        for buffer in model.buffers():
-            buffer.zero_()
-        return repack_heads(model)
-
-    monkeypatch.setattr(vllm_weights, "repack_heads", empty)
+    for buffer in model.buffers():
+        buffer.zero_()
+    return repack_heads(model)
 
 
 def in_rollouts(change: Callable[[Any, Completion], Completion], first: int, probes_too: bool = False) -> Event:
     """Answers change from the rollout of version `first` on."""
 
-    def event(monkeypatch: pytest.MonkeyPatch) -> None:
-        generate = TransformersEngine.generate
+    def changed(
+        generate: Any, engine: Any, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None
+    ) -> list[Completion]:
+        if engine.weight_version < first or not (probes_too or len(requests) == ROWS):
+            return list(generate(engine, requests, sampling, finished))
+        answers = [change(engine, answer) for answer in generate(engine, requests, sampling)]
+        if finished:  # what is wrong is in the journal too, until the sentinel sees it
+            for place, answer in enumerate(answers):
+                finished(place, answer)
+        return answers
 
-        def changed(
-            engine: Any, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None
-        ) -> list[Completion]:
-            if engine.weight_version < first or not (probes_too or len(requests) == ROWS):
-                return generate(engine, requests, sampling, finished)
-            answers = [change(engine, answer) for answer in generate(engine, requests, sampling)]
-            if finished:  # what is wrong is in the journal too, until the sentinel sees it
-                for place, answer in enumerate(answers):
-                    finished(place, answer)
-            return answers
-
-        monkeypatch.setattr(TransformersEngine, "generate", changed)
-
-    return event
+    return p.instead(TransformersEngine, "generate", changed)
 
 
 def rollouts_of_older_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rollout of version 2 is sampled with weights of version 0, and named version 2."""
-    generate, sync, seen = TransformersEngine.generate, TransformersEngine.sync, {}
+    seen: list[dict[str, Tensor]] = []
 
-    def remember(engine: Any, weights: Iterable[tuple[str, Tensor]], version: int, hashed: bool = False) -> SyncReport:
-        seen.setdefault(0, {name: value.clone() for name, value in engine._model.state_dict().items()})
-        return sync(engine, weights, version, hashed)
+    def weights_of(engine: Any) -> dict[str, Tensor]:
+        return {name: value.clone() for name, value in engine._model.state_dict().items()}
 
-    def lagging(
-        engine: Any, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None
-    ) -> list[Completion]:
+    def remember(sync: Callable[..., SyncReport], engine: Any, *arguments: Any) -> SyncReport:
+        seen.append(weights_of(engine))
+        return sync(engine, *arguments)
+
+    def lagging(generate: Any, engine: Any, requests: Sequence[Request], *rest: Any) -> Any:
         if engine.weight_version != 2 or len(requests) != ROWS:
-            return generate(engine, requests, sampling, finished)
-        now = {name: value.clone() for name, value in engine._model.state_dict().items()}
+            return generate(engine, requests, *rest)
+        now = weights_of(engine)
         engine._model.load_state_dict(seen[0])
-        answers = generate(engine, requests, sampling, finished)
+        answers = generate(engine, requests, *rest)
         engine._model.load_state_dict(now)
         return answers
 
-    monkeypatch.setattr(TransformersEngine, "sync", remember)
-    monkeypatch.setattr(TransformersEngine, "generate", lagging)
+    p.instead(TransformersEngine, "sync", remember)(monkeypatch)
+    p.instead(TransformersEngine, "generate", lagging)(monkeypatch)
 
 
 def older(engine: Any, answer: Completion) -> Completion:
@@ -145,36 +119,18 @@ def older(engine: Any, answer: Completion) -> Completion:
 
 # name -> (what happens, the step that must not be trained, the fault, words of the message, overrides)
 EVENTS: dict[str, tuple[Event, int, Fault, str, list[str]]] = {
-    "no sync arrives": (syncs_that_reach_nothing, 2, Fault.STALE_WEIGHTS, "reached none", []),
-    "one sync does not arrive": (one_sync_that_reaches_nothing, 2, Fault.STALE_WEIGHTS, "once version 1 is sent again", []),
+    "no sync arrives": (p.loaded(p.nothing), 2, Fault.STALE_WEIGHTS, "reached none", []),
+    "one sync does not arrive": (p.loaded(p.all_but_the_first()), 2, Fault.STALE_WEIGHTS, "once version 1 is sent again", []),
     "a sync is skipped and told": (p.sync_skipped, 2, Fault.STALE_WEIGHTS, "weight sync to version 1", []),
     "a tensor is lost": (p.received(p.without("model.norm.weight")), 2, Fault.INCOMPLETE_SYNC, "model.norm.weight", []),
     "a tensor loses bits": (p.received(cut_to_bfloat16), 2, Fault.STALE_TENSOR, "received bfloat16", []),
     "the head goes stale": (p.tied_head_stale, 2, Fault.DRIFT, "batch of step 2", []),
-    "sleep drops buffers": (buffers_that_do_not_come_back, 2, Fault.DRIFT, "not even after the weights were sent", []),
-    "older rollouts, told": (
-        in_rollouts(older, 2),
-        3,
-        Fault.STALE_ROLLOUTS,
-        "version 0, but the trainer holds version 2",
-        [TRANSFORMERS],
-    ),
-    "older rollouts": (
-        rollouts_of_older_weights,
-        3,
-        Fault.STALE_ROLLOUTS,
-        "other weights than those of version 2",
-        [TRANSFORMERS],
-    ),
+    "sleep drops buffers": (p.instead(vllm_weights, "repack_heads", emptied), 2, Fault.DRIFT, "not even after", []),
+    "older rollouts, told": (in_rollouts(older, 2), 3, Fault.STALE_ROLLOUTS, "the trainer holds version 2", [TRANSFORMERS]),
+    "older rollouts": (rollouts_of_older_weights, 3, Fault.STALE_ROLLOUTS, "than those of version 2", [TRANSFORMERS]),
     "log-probs stop": (in_rollouts(lambda _, a: p.without_logp(a), 1), 2, Fault.MISSING_LOGPROBS, "0 log-probs", [TRANSFORMERS]),
     "log-probs shift": (in_rollouts(lambda _, a: p.rolled(a), 1), 2, Fault.SHIFTED_LOGPROBS, "by one place", [TRANSFORMERS]),
-    "noise": (
-        in_rollouts(lambda _, a: p.noisy(a), 1, probes_too=True),
-        2,
-        Fault.DRIFT,
-        "not even after the weights were sent",
-        [TRANSFORMERS],
-    ),
+    "noise": (in_rollouts(lambda _, a: p.noisy(a), 1, probes_too=True), 2, Fault.DRIFT, "not even after", [TRANSFORMERS]),
 }
 
 
@@ -263,9 +219,7 @@ def test_what_is_under_way_ends_before_new_samples_are_compared() -> None:
         bounds=SimpleNamespace(hold=lambda gap: True, mean_delta=1e-5),
         version=3,
     )
-    watch = Watch(
-        probe=probe, on_drift="stop", sleeps=False, probe_every=None, drain=lambda: calls.append("rest"), say=calls.append
-    )
+    watch = watch_of(probe, calls, drain=lambda: calls.append("rest"))
     fault, _ = watch.look_again(probe, Gap(max_delta=0.5, mean_delta=0.1, rms_delta=0.5))
     assert fault is Fault.STALE_ROLLOUTS and calls == ["rest", "sample"]
     fault, why = watch.look_again(probe, Gap(max_delta=1e-3, mean_delta=9e-6, rms_delta=1e-3))
@@ -290,14 +244,17 @@ def test_a_gap_that_rounding_has_come_to_explain_is_no_drift(
 
     side: Any = SimpleNamespace(processes=Processes.alone(), noise=noise, noise_of_roundings=of_roundings)
     monkeypatch.setattr("rlgen.sentinel.watch.explain", lambda *_: None)
-    probe = probe_of_nothing(side, given=None, noise=opened)
-    watch = Watch(probe=probe, on_drift="warn", sleeps=False, probe_every=None, drain=lambda: None, say=said.append)
+    watch = watch_of(probe_of_nothing(side, given=None, noise=opened), said)
     rows = [make_sample(group_id=row) for row in range(20)]
     assert watch.drifted(gap, lambda: rows, WHOLE, 3, "batch of step 3") is found and looked == [8]
     assert bool(said) is found and (not found or "mean |Δ log-prob| is 4e-05 nats, the bound is 3e-05" in said[0])
     within = Gap(max_delta=1.0, mean_delta=2.9e-5, rms_delta=5.9e-5)
     assert not watch.drifted(within, lambda: rows, WHOLE, 4, "batch of step 4")
     assert looked == [8], "nothing is measured without need"
+
+
+def watch_of(probe: Any, said: list[str], drain: Callable[[], None] = lambda: None) -> Watch:
+    return Watch(probe=probe, on_drift="warn", sleeps=False, probe_every=None, drain=drain, say=said.append)
 
 
 def probe_of_nothing(side: Any, given: Bounds | None, noise: Noise | None) -> Probe:
@@ -334,8 +291,7 @@ def test_of_a_row_of_several_versions_the_tokens_of_present_weights_are_compared
     said: list[str] = []
     monkeypatch.setattr("rlgen.sentinel.watch.explain", lambda trainer, samples, *rest: looked.extend(samples))
     side: Any = SimpleNamespace(processes=Processes.alone())
-    probe = probe_of_nothing(side, given=Bounds(max_delta=1e-4), noise=None)
-    watch = Watch(probe=probe, on_drift="warn", sleeps=False, probe_every=None, drain=lambda: None, say=said.append)
+    watch = watch_of(probe_of_nothing(side, given=Bounds(max_delta=1e-4), noise=None), said)
     assert watch(Samples.of(rows), theirs, 3) is found
     assert watch(Samples.of(rows), theirs, 4) is None, "nothing was sampled by version 3"
     if found:

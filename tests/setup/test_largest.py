@@ -11,7 +11,7 @@ from helpers.spread import recipe, run
 
 from rlgen.errors import SetupError
 from rlgen.files import read_json
-from rlgen.models.packed_attention import Rows
+from rlgen.models.packed_attention import PackedRows
 from rlgen.models.policy import Policy, PolicyScores
 from rlgen.recipe import load_recipe
 from rlgen.run.compare import first_difference
@@ -45,7 +45,7 @@ def test_the_largest_batch_leaves_no_trace(
     def watched(policy: Policy, batch: Batch, *arguments: Any) -> PolicyScores:
         if torch.is_grad_enabled():
             seen.append(tuple(batch.input_ids.shape))
-            rows = Rows.of(batch.lengths, batch.prompt_lengths, batch.same_prompt, batch.input_ids.device)
+            rows = PackedRows.of(batch.lengths, batch.prompt_lengths, batch.same_prompt, batch.input_ids.device)
             computed.append(int(rows.ends[-1]) if policy.packed else batch.input_ids.numel())
         return forward(policy, batch, *arguments)
 

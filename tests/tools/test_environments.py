@@ -34,8 +34,7 @@ from rlgen.recipe.data import DataRecipe
 from rlgen.recipe.models import EnvironmentRecipe, ScoringRecipe
 from rlgen.rewards.builtin import environment
 from rlgen.rollout.conversations import Dialogue, turn_seed
-from rlgen.rollout.environment import EnvironmentTurns
-from rlgen.rollout.observed import observed
+from rlgen.rollout.environment import EnvironmentTurns, observed
 from rlgen.rollout.read import read_rollouts
 from rlgen.rollout.sample import rollout, sample_seed
 from rlgen.setup import data
@@ -265,7 +264,7 @@ def test_calculator() -> None:
 def turns_of(arena: EnvPool, **settings: Any) -> tuple[EnvironmentTurns, Any]:
     tokenizer = tokenizer_of(FAMILIES["qwen2.5"])
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    suffixes = Suffixes.open(tokenizer, DataRecipe(source="x"), (), [end], **settings)
+    suffixes = Suffixes(tokenizer, DataRecipe(source="x"), (), [end], **settings)
     return EnvironmentTurns(arena, suffixes, "prompt"), tokenizer
 
 
@@ -350,7 +349,7 @@ def test_a_template_that_changes_a_turn_is_refused(arenas: Callable[..., EnvPool
         SetupError,
         match=r"environment: the chat template of .* changes an earlier turn \(plain\) once the environment has answered",
     ):
-        Suffixes.open(tokenizer, DataRecipe(source="x"), (), [end], "user")
+        Suffixes(tokenizer, DataRecipe(source="x"), (), [end], "user")
 
 
 RECIPE = """\

@@ -28,7 +28,7 @@ def opened(template: str, family: str = "qwen2.5") -> Suffixes:
     tokenizer = tokenizer_of(FAMILIES[family])
     tokenizer.chat_template = template
     ends = [tokenizer.convert_tokens_to_ids(end) for end in FAMILIES[family].ends]
-    return Suffixes.open(tokenizer, DataRecipe(source="x"), [SCHEMA], ends)
+    return Suffixes(tokenizer, DataRecipe(source="x"), [SCHEMA], ends)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -16,7 +16,7 @@ from helpers.waiting import HANGS
 from rlgen.data.source import load_rows
 from rlgen.recipe import Recipe, load_recipe
 from rlgen.recipe.models import BUILT_IN_ENVIRONMENTS, ScoringRecipe
-from rlgen.rollout.observed import observed
+from rlgen.rollout.environment import observed
 from rlgen.tools.arena import open_arena
 from rlgen.tools.box import ToolCall, open_tools
 from rlgen.tools.examples import ENVIRONMENTS

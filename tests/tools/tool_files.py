@@ -81,7 +81,7 @@ def boxes(tmp_path: Path) -> Iterator[Callable[..., ToolBox]]:
 def turns_of(box: ToolBox, tokenizer: Any, ends: Sequence[str], said: Any = None, **data: Any) -> ToolTurns:
     """What answers the model, with a tokenizer whose turns end by any of `ends`."""
     stops = [tokenizer.convert_tokens_to_ids(end) for end in ends]
-    suffixes = Suffixes.open(tokenizer, DataRecipe(source="x", tool_format=said, **data), box.schemas, stops)
+    suffixes = Suffixes(tokenizer, DataRecipe(source="x", tool_format=said, **data), box.schemas, stops)
     return ToolTurns(box, suffixes, format_of(tokenizer.chat_template, said))
 
 

@@ -16,7 +16,7 @@ from rlgen.errors import Fault, SentinelError, UsageError
 from rlgen.files import read_json
 from rlgen.models import weights
 from rlgen.models.load import load_model
-from rlgen.models.lora import base_weight, facts_of, without_adapter
+from rlgen.models.lora import adapter_metadata, base_weight, without_adapter
 from rlgen.models.tiny import build_tiny
 from rlgen.models.weights import base_digest, checkpoint_tensors
 from rlgen.sentinel import sync
@@ -47,7 +47,7 @@ def test_grpo_starts_at_its_reference_and_resumes_as_if_never_stopped(recipe_fil
     assert records[0]["kl/ref_k3"] == 0.0 and all(record["kl/ref_k3"] > 1e-4 for record in records[1:])
     assert max(record["sampler/delta_max"] for record in records) <= 1e-4
     base = load_model(str(build_tiny("qwen3")), None, torch.float32, "sdpa", CPU)
-    assert facts_of(whole / "checkpoints/step_000004")["base_sha256"] == base_digest(base)
+    assert adapter_metadata(whole / "checkpoints/step_000004")["base_sha256"] == base_digest(base)
     assert [rung["name"] for rung in read_json(whole / "provenance.json")[0]["sentinel"]][4] == "adapter"
     # all factors have moved, and nothing else is in the checkpoint
     moved, final = adapter(whole, 2), adapter(whole, 4)

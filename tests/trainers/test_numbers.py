@@ -23,8 +23,8 @@ from rlgen.files import read_json
 from rlgen.losses.advantages import gdpo_advantages, group_advantages, rloo_advantages, without_signal
 from rlgen.models.policy import Policy, PolicyScores
 from rlgen.recipe.trainers import RLOORecipe
+from rlgen.rollout.read import rollout_steps
 from rlgen.run.directory import RunDirectory
-from rlgen.run.rollouts import rollout_steps
 from rlgen.trainers.collect import Collector
 from rlgen.trainers.update import Updater
 from rlgen.trainers.window import Window

@@ -27,7 +27,7 @@ class MlflowTracker:
             self.id: str = self.client.create_run(experiment, tags=sink.tags, run_name=opening.name).info.run_id
             values = list(by_key(opening.config["recipe"]).items())
             for start in range(0, len(values), AT_ONCE):
-                params = [Param(accepted(key), as_text(value)) for key, value in values[start : start + AT_ONCE]]
+                params = [Param(accepted(key), as_parameter(value)) for key, value in values[start : start + AT_ONCE]]
                 self.client.log_batch(self.id, params=params)
         else:
             self.id = opening.id
@@ -56,5 +56,5 @@ def accepted(name: str) -> str:
     return re.sub(r"[^\w.\-:/ ]", "_", name)
 
 
-def as_text(value: Any) -> str:
+def as_parameter(value: Any) -> str:
     return (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))[:LONGEST]

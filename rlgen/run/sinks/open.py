@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import os
-import selectors
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Condition, Thread
+from threading import Condition, Thread, Timer
 from types import TracebackType
 from typing import Any
 
@@ -49,13 +48,15 @@ class SinkFailed(Exception):
 
 
 @dataclass(slots=True, kw_only=True)
-class Sink:
+class Outlet:
     """One tracker, as the run sees it. `put` never blocks and never raises."""
 
     kind: str
     opening: Mapping[str, Any]  # the first order, see worker.py; the id of the run is filled in
     memory: Path  # file with the id that the tracker gave to the run
     say: Callable[[str], None]  # receives warnings
+    every: int = 1  # steps between two that are sent
+    samples: int = 0  # samples of a step that are sent
     answer: float = field(default_factory=lambda: ANSWER)  # seconds
     off: bool = False  # true: it has failed or ended, and takes nothing more
     dropped: int = 0  # records for which there was no room
@@ -93,7 +94,7 @@ class Sink:
                 self._changed.notify()
             self.warn("has not sent everything in time, and the run no longer waits: check the connection to the tracker")
             if process is not None:
-                kill(process)
+                kill_family(process)
         if self.dropped:
             logging.getLogger("rlgen").warning("sink %s: %d records were not sent", self.kind, self.dropped)
 
@@ -124,7 +125,7 @@ class Sink:
         finally:
             self.off = True
             if self._process is not None:
-                kill(self._process)
+                kill_family(self._process)
 
     def _open(self) -> None:
         """Starts the process, opens the run in the tracker, and remembers its id."""
@@ -148,34 +149,29 @@ class Sink:
 
     def _tell(self, order: dict[str, Any]) -> dict[str, Any]:
         """Sends one order and returns the answer. Raises SinkFailed if there is none, or an error."""
-        assert self._process is not None and self._process.stdin is not None
-        with suppress(OSError):  # it has ended, which shows below
-            self._process.stdin.write(json.dumps(order).encode() + b"\n")
-            self._process.stdin.flush()
-        found = read_line(self._process, self.answer)
+        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
+        began, late = time.monotonic(), Timer(self.answer, kill_family, [self._process])
+        late.daemon = True
+        late.start()
+        try:
+            with suppress(OSError):  # it has ended, which shows below
+                self._process.stdin.write(json.dumps(order).encode() + b"\n")
+                self._process.stdin.flush()
+            text = self._process.stdout.readline()
+        finally:
+            late.cancel()
+        if not text and time.monotonic() - began >= self.answer:
+            raise SinkFailed(f"its library has not answered for {self.answer:g} s: check the connection to the tracker")
+        if not text.endswith(b"\n"):
+            raise SinkFailed("its process has died, perhaps because memory ran out")
+        found: dict[str, Any] = json.loads(text)
         if "error" in found:
             logging.getLogger("rlgen").warning("sink %s: %s", self.kind, found["traceback"])
             raise SinkFailed(f"{found['error'][:300]} (see logs/rlgen.log)")
         return found
 
 
-def read_line(process: "subprocess.Popen[bytes]", seconds: float) -> dict[str, Any]:
-    """Returns the next answer of a process. Raises SinkFailed if it ends, or takes longer than `seconds`."""
-    assert process.stdout is not None
-    text, deadline = b"", time.monotonic() + seconds
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while not text.endswith(b"\n"):
-            if not selector.select(max(0.0, deadline - time.monotonic())):
-                raise SinkFailed(f"its library has not answered for {seconds:g} s: check the connection to the tracker")
-            if not (part := os.read(process.stdout.fileno(), 1 << 16)):
-                raise SinkFailed("its process has died, perhaps because memory ran out")
-            text += part
-    answer: dict[str, Any] = json.loads(text)
-    return answer
-
-
-def kill(process: "subprocess.Popen[bytes]") -> None:
+def kill_family(process: "subprocess.Popen[bytes]") -> None:
     """Kills a process with everything that it started, and waits for its end. Does nothing if this was done before."""
     if process.returncode is None:  # until it is waited for, its number is no other process's
         with suppress(ProcessLookupError, PermissionError):
@@ -188,36 +184,36 @@ class Sinks:
     """The sinks of a run. They are open inside a `with` block, whose end tells them how the run has ended."""
 
     steps: int  # of the run
-    sinks: Sequence[tuple[Sink, int, int]] = ()  # with `every` and `samples`; none in other processes than the main one
+    sinks: Sequence[Outlet] = ()  # none in other processes than the main one
 
     def metrics(self, record: Mapping[str, Any]) -> None:
         """Sends an object of metrics.jsonl, as far as it is due."""
         step = record[Metric.STEP]
-        for sink, every, _ in self.sinks:
-            if self._due(step, every) or Metric.EVAL_REWARD_MEAN in record:
+        for sink in self.sinks:
+            if self._due(step, sink) or Metric.EVAL_REWARD_MEAN in record:
                 sink.put({"what": "metrics", "step": step, "numbers": numbers_of(record)})
 
     def samples(self, step: int, path: Path) -> None:
         """Sends some of the rows of a step's rollouts, which are on disk, as far as they are due."""
-        for sink, every, most in self.sinks:
-            if most and self._due(step, every):
-                sink.put({"what": "samples", "step": step, "path": str(path), "most": most})
+        for sink in self.sinks:
+            if sink.samples and self._due(step, sink):
+                sink.put({"what": "samples", "step": step, "path": str(path), "most": sink.samples})
 
-    def _due(self, step: int, every: int) -> bool:
-        return step % every == 0 or step == self.steps
+    def _due(self, step: int, sink: Outlet) -> bool:
+        return step % sink.every == 0 or step == self.steps
 
     def __enter__(self) -> "Sinks":
-        for sink, _, _ in self.sinks:
+        for sink in self.sinks:
             sink.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         state, code = ended_as(error)
-        for sink, _, _ in self.sinks:
+        for sink in self.sinks:
             sink.put({"what": "end", "state": state, "exit_code": code})
         patience = HURRY if isinstance(error, Stopped) else 0.0 if isinstance(error, KeyboardInterrupt) else PATIENCE
         deadline = time.monotonic() + patience
-        for sink, _, _ in self.sinks:
+        for sink in self.sinks:
             try:
                 sink.wait(deadline - time.monotonic())
             except KeyboardInterrupt:  # of somebody who does not want to wait; the run itself has ended
@@ -237,8 +233,8 @@ def open_sinks(recipe: Recipe, directory: RunDirectory, step: int, say: Callable
     for sink in recipe.sinks:
         opening = {"name": sink.name or recipe.run.name, "folder": str(folder), "step": step, "config": config}
         order = {"what": "open", "settings": sink.model_dump(mode="json"), "opening": opening}
-        opened = Sink(kind=sink.kind, opening=order, memory=folder / f"{sink.kind}.json", say=say)
-        found.append((opened, sink.every, sink.samples))
+        memory = folder / f"{sink.kind}.json"
+        found.append(Outlet(kind=sink.kind, opening=order, memory=memory, say=say, every=sink.every, samples=sink.samples))
     return Sinks(recipe.run.steps, found)
 
 

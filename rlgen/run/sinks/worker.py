@@ -4,6 +4,7 @@ The library is imported only here. So it shares neither memory, locks, signals, 
 killed when it hangs. torch is not imported.
 """
 
+import importlib
 import json
 import os
 import traceback
@@ -14,7 +15,7 @@ import pyarrow as pa
 from pydantic import TypeAdapter
 
 from rlgen.errors import CheckpointError
-from rlgen.recipe.sinks import MlflowSink, SinkRecipe, TensorboardSink, TrackioSink
+from rlgen.recipe.sinks import SinkRecipe
 from rlgen.rollout.read import read_rollouts
 from rlgen.run.sinks.tracker import Opening, Table, Tracker
 
@@ -37,31 +38,19 @@ def read_table(path: Path, most: int) -> Table | None:
         if name == "rewards":
             columns |= {f"reward/{label}": [row[label] for row in values] for label in (values[0] if values else ())}
         else:
-            columns[name] = [shortened(value) if isinstance(value, str) else value for value in values]
+            columns[name] = [cut_off(value) if isinstance(value, str) else value for value in values]
     return Table(columns=list(columns), rows=[list(row) for row in zip(*columns.values(), strict=True)])
 
 
-def shortened(text: str) -> str:
+def cut_off(text: str) -> str:
     return text if len(text) <= LONGEST_TEXT else f"{text[: LONGEST_TEXT - 1]}…"
 
 
 def open_tracker(settings: dict[str, Any], opening: Opening) -> Tracker:
     sink: SinkRecipe = TypeAdapter[SinkRecipe](SinkRecipe).validate_python(settings)
-    if isinstance(sink, TrackioSink):
-        from rlgen.run.sinks.trackio import TrackioTracker
-
-        return TrackioTracker(sink, opening)
-    if isinstance(sink, TensorboardSink):
-        from rlgen.run.sinks.tensorboard import TensorboardTracker
-
-        return TensorboardTracker(sink, opening)
-    if isinstance(sink, MlflowSink):
-        from rlgen.run.sinks.mlflow import MlflowTracker
-
-        return MlflowTracker(sink, opening)
-    from rlgen.run.sinks.wandb import WandbTracker
-
-    return WandbTracker(sink, opening)
+    module = importlib.import_module(f"rlgen.run.sinks.{sink.kind}")
+    tracker: Tracker = getattr(module, f"{sink.kind.capitalize()}Tracker")(sink, opening)
+    return tracker
 
 
 def carry_out(tracker: Tracker, order: dict[str, Any]) -> None:

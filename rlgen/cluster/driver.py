@@ -1,0 +1,313 @@
+"""Trains on a Ray cluster: Ray places, starts and watches the processes of a run; each does what torchrun would have it do.
+
+The caller's process is the driver. It compares the nodes, starts servers and trainers, prints what rank 0 prints, passes signals
+on, and starts all again from the newest checkpoint when a node or a process was lost.
+"""
+
+import logging
+import math
+import os
+import re
+import secrets
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TextIO
+
+from rlgen.cluster.member import Member
+from rlgen.engines.launch import new_token
+from rlgen.errors import EngineError, ProcessError, RlgenError, SetupError, Stopped
+from rlgen.recipe import LoadedRecipe, Recipe
+from rlgen.recipe.engines import ServerEngineRecipe
+from rlgen.run.find import holds_run
+from rlgen.run.launch import IN_CLUSTER
+from rlgen.run.signals import StopRequest
+from rlgen.setup.reopen import TrainOptions
+
+# Variables of the caller that the run's processes get. They travel as arguments of a call, which Ray does not show.
+PASSED_ON = re.compile(r"(RLGEN|HF|HUGGINGFACE|TRANSFORMERS|WANDB|MLFLOW|TRACKIO|VLLM|NCCL|GLOO|OMP|TORCH)_\w+|PYTHONPATH|TERM")
+READY = b"ready after"  # what `rlgen serve` prints
+KILLED, INTERRUPTED = 128, 130  # exit codes above KILLED are of processes that a signal has ended, but for Ctrl-C
+ENDING = 30.0  # seconds for the others to end by themselves when one process of the run has ended
+TAIL = 4000  # bytes of its last output that are kept of each process
+TICK = 0.2  # seconds
+RAY_THREAD = "ray_listen_error_messages"
+
+
+@dataclass(slots=True)
+class Place:
+    """A process of the run on a node."""
+
+    name: str  # "rank 0", "server 1"
+    actor: Any
+    host: str = ""
+    said: bytes = b""  # the end of its output
+    code: int | None = None  # its exit code; None: it runs
+    gone: bool = False  # its actor has ended, or its node
+
+    @property
+    def lost(self) -> bool:
+        """Whether something from outside has ended it."""
+        return self.gone or (self.code is not None and self.code > KILLED and self.code != INTERRUPTED)
+
+    def words(self) -> str:
+        return f"{self.name} on {self.host} " + ("is lost" if self.code is None else f"ended with exit code {self.code}")
+
+
+def train_on_cluster(loaded: LoadedRecipe, options: TrainOptions, say: Callable[[str], None], stop: StopRequest) -> Path:
+    """Trains as `train` does, with the processes on the nodes of the recipe's cluster. Returns the run's folder.
+
+    Raises:
+        SetupError: Ray is not installed.
+        ProcessError: there is no such cluster, its nodes differ or lack the room, or processes were lost too often.
+        EngineError: a server ended before it was ready.
+        RlgenError: with the exit code of rank 0, which has printed why; Stopped if the run was asked to stop.
+    """
+    if find_spec("ray") is None:
+        raise SetupError("cluster: Ray is not installed; run `pip install 'rlgen[ray]'` on all nodes")
+    recipe = loaded.recipe
+    with redirect_stdout(WithoutRay(sys.stdout)):  # type: ignore[type-var]
+        code = on_ray(recipe, loaded.path, options, say, stop)
+    if code:
+        said = f"rank 0 ended with exit code {code}"
+        ended = Stopped(said, recipe.run_path) if code == Stopped.exit_code else RlgenError(said)
+        ended.exit_code, ended.told = code, True
+        raise ended
+    return recipe.run_path
+
+
+def on_ray(recipe: Recipe, path: Path, options: TrainOptions, say: Callable[[str], None], stop: StopRequest) -> int:
+    """Connects to the cluster, and returns the exit code of rank 0."""
+    import ray
+
+    assert recipe.cluster is not None
+    try:
+        ray.init(address=recipe.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError) as error:
+        raise ProcessError(
+            f"cluster.address: no Ray cluster at {recipe.cluster.address}; run `ray start --head` on one machine and"
+            " `ray start --address=HOST:6379` on the others, and start the run on one of them"
+        ) from error
+    try:
+        return Attempts(recipe, path, options, say, stop).run()
+    finally:
+        ray.shutdown()
+
+
+class WithoutRay:
+    """A stream without what Ray's own thread prints: a dump of state when a node is lost, for which `Attempts` has a sentence."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return len(text) if threading.current_thread().name == RAY_THREAD else self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@dataclass(slots=True)
+class Attempts:
+    """The attempts of one run: each starts all its processes anew."""
+
+    recipe: Recipe
+    path: Path
+    options: TrainOptions
+    say: Callable[[str], None]
+    stop: StopRequest
+    token: str = field(default_factory=new_token)
+    reading: dict[Any, Place] = field(default_factory=dict)  # calls of `read` that have not returned
+    asked: bool = False  # the trainers have been asked to stop
+
+    @property
+    def settings(self) -> Any:
+        return self.recipe.cluster
+
+    def run(self) -> int:
+        """Returns the exit code of rank 0, of the first attempt in which no process was lost."""
+        options = self.options
+        for attempt in range(self.settings.restarts + 1):
+            with self.placed() as (trainers, servers):
+                self.compare([*trainers, *servers])
+                self.start(trainers, self.serve(servers), options)
+                self.watch(lambda: any(one.lost or one.code is not None for one in (*trainers, *servers)))
+                self.watch(lambda: all(one.gone or one.code is not None for one in trainers), seconds=ENDING)
+                lost = [one for one in (*trainers, *servers) if one.lost or (one in servers and one.code is not None)]
+            if not lost and trainers[0].code is not None:
+                return trainers[0].code
+            words = " and ".join(one.words() for one in lost or trainers)
+            if self.stop.why or attempt == self.settings.restarts:
+                raise ProcessError(
+                    f"{words}; cluster.restarts is {self.settings.restarts}. The same command with --resume goes on from the"
+                    " newest checkpoint"
+                )
+            self.say(f"cluster: {words}; starting again from the newest checkpoint")
+            options = self.options.again(resume=holds_run(self.recipe.run_path))
+        raise AssertionError("unreachable")
+
+    @contextmanager
+    def placed(self) -> Iterator[tuple[list[Place], list[Place]]]:
+        """Reserves room on the nodes for trainers and servers, yields them, and ends all of them."""
+        import ray
+        from ray.util.placement_group import placement_group, remove_placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        gpus = float("GPU" in ray.cluster_resources()) if self.settings.gpus is None else self.settings.gpus
+        engine = self.recipe.engine
+        size = engine.tensor_parallel_size if isinstance(engine, ServerEngineRecipe) and gpus else 0
+        needs = [(f"rank {rank}", gpus) for rank in range(self.settings.trainers)]
+        needs += [(f"server {number}", size) for number in range(self.settings.servers)]
+        bundles = [{"CPU": self.settings.cpus, **({"GPU": count} if count else {})} for _, count in needs]
+        group = placement_group(bundles, strategy="PACK")
+        places: list[Place] = []
+        try:
+            self.await_room(group, bundles)
+            for number, (name, count) in enumerate(needs):
+                where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
+                how = {"num_cpus": self.settings.cpus, "num_gpus": count, "max_concurrency": 4, "scheduling_strategy": where}
+                places.append(Place(name, ray.remote(Member).options(**how).remote()))
+            yield places[: self.settings.trainers], places[self.settings.trainers :]
+        finally:
+            self.reading.clear()
+            for one in places:
+                ray.kill(one.actor)
+            remove_placement_group(group)
+
+    def await_room(self, group: Any, bundles: Sequence[Mapping[str, float]]) -> None:
+        """Waits for free nodes, for `processes.timeout` at most."""
+        import ray
+
+        until, told = time.monotonic() + self.recipe.processes.timeout, False
+        while not group.wait(1):
+            if not told:
+                self.say(f"cluster: waiting for room for {len(bundles)} processes …")
+                told = True
+            if self.stop.why or time.monotonic() > until:
+                raise ProcessError(
+                    f"the Ray cluster had no room within {self.recipe.processes.timeout:g} s (processes.timeout): the run needs"
+                    f" {list(bundles)}, and there is {countable(ray.cluster_resources())}, of which"
+                    f" {countable(ray.available_resources())} is free. Add nodes, or lower cluster.trainers or cluster.servers"
+                )
+
+    def compare(self, places: Sequence[Place]) -> None:
+        """Checks that all nodes have the same versions and recipe, and see the folder of the run."""
+        folder = self.recipe.run_path.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        mark = folder.absolute() / f".cluster-{secrets.token_hex(4)}"
+        mark.touch()
+        files = [str(self.path.absolute()), str(mark)]
+        try:
+            found = answers([one.actor.facts.remote(files) for one in places])
+            for one, (host, _) in zip(places, answers([one.actor.address.remote() for one in places]), strict=True):
+                one.host = host
+            here = Member().facts(files)
+        finally:
+            mark.unlink()
+        for one, there in zip(places, found, strict=True):
+            if there[str(mark)] == "none":
+                raise ProcessError(f"node {one.host} does not see {folder}: set run.dir to a folder that all nodes share")
+            if differ := [f"{name} is {there[name]} there and {here[name]} here" for name in here if there[name] != here[name]]:
+                raise ProcessError(
+                    f"node {one.host} is not like this machine: {', '.join(differ)}; install the same on all nodes"
+                )
+
+    def serve(self, servers: Sequence[Place]) -> list[str]:
+        """Starts the servers, waits until all answer, and returns their addresses."""
+        urls = []
+        addresses = answers([one.actor.address.remote() for one in servers])
+        for one, (host, port) in zip(servers, addresses, strict=True):
+            urls.append(f"http://{host}:{port}")
+            self.begin(one, ["serve", *self.words("engine.launch=true"), "--host", host, "--port", str(port)])
+        if servers:
+            self.say(f"cluster: starting {len(servers)} vLLM servers …")
+            self.watch(
+                lambda: any(one.gone or one.code is not None for one in servers) or all(READY in one.said for one in servers)
+            )
+        for one in servers:
+            if READY not in one.said:
+                last = one.said.decode(errors="replace").strip().rpartition("\n")[2]
+                raise EngineError(f"{one.words()} before it was ready: {last}")
+        return urls
+
+    def start(self, trainers: Sequence[Place], urls: Sequence[str], options: TrainOptions) -> None:
+        ((host, port),) = answers([trainers[0].actor.address.remote()])
+        words = ["train", *self.words(*([f"engine.url=[{', '.join(urls)}]"] if urls else [])), *options.words()]
+        launch = {"WORLD_SIZE": str(len(trainers)), "LOCAL_RANK": "0", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+        terminal = tuple(shutil.get_terminal_size()) if sys.stdout.isatty() else None
+        for rank, one in enumerate(trainers):
+            self.begin(one, words, launch | {"RANK": str(rank)}, None if rank else terminal)
+        self.asked = False
+
+    def words(self, *more: str) -> list[str]:
+        """Returns the recipe and the settings of each process of the run."""
+        settings = (*self.options.overrides, *more, "cluster=null")
+        return [str(self.path.absolute()), *(word for setting in settings for word in ("--set", setting))]
+
+    def begin(
+        self, one: Place, words: Sequence[str], more: Mapping[str, str] | None = None, terminal: tuple[int, ...] | None = None
+    ) -> None:
+        environment = {name: value for name, value in os.environ.items() if PASSED_ON.fullmatch(name)} | {IN_CLUSTER: "1"}
+        if isinstance(self.recipe.engine, ServerEngineRecipe) and self.settings.servers:
+            environment[self.recipe.engine.token_env] = self.token
+        answers([one.actor.start.remote(words, os.getcwd(), {**environment, **(more or {})}, terminal)])
+        self.reading[one.actor.read.remote()] = one
+
+    def watch(self, done: Callable[[], bool], seconds: float = math.inf) -> None:
+        """Passes on what the processes print, and a request to stop, until `done`, all have ended, or the seconds are over."""
+        import ray
+
+        until = time.monotonic() + seconds
+        while self.reading and not done() and time.monotonic() < until:
+            for call in ray.wait(list(self.reading), timeout=TICK)[0]:
+                one = self.reading.pop(call)
+                try:
+                    said = ray.get(call)
+                except ray.exceptions.RayError:
+                    one.gone = True
+                    continue
+                if isinstance(said, int):
+                    one.code = said
+                    continue
+                show(one.name, *said)
+                one.said = (one.said + said[1])[-TAIL:]
+                self.reading[one.actor.read.remote()] = one
+            if self.stop.why and not self.asked:
+                self.asked = True
+                for one in self.reading.values():
+                    if one.name.startswith("rank"):
+                        one.actor.send.remote(signal.SIGTERM)
+
+
+def answers(calls: Sequence[Any]) -> list[Any]:
+    """Returns what calls of actors return. Raises ProcessError if an actor or its node has ended."""
+    import ray
+
+    try:
+        return list(ray.get(list(calls)))
+    except ray.exceptions.RayError as error:
+        raise ProcessError(
+            f"a process did not start on its node of the cluster: {str(error).strip().splitlines()[-1]}"
+        ) from error
+
+
+def countable(resources: Mapping[str, float]) -> dict[str, float]:
+    return {name: resources[name] for name in ("CPU", "GPU") if name in resources}
+
+
+def show(name: str, stream: int, said: bytes) -> None:
+    """Prints what rank 0 prints; of others, only what they print of errors, with their name."""
+    if name == "rank 0":
+        out = sys.stdout if stream == 1 else sys.stderr
+        out.buffer.write(said)
+        out.flush()
+    elif stream == 2:
+        for line in said.decode(errors="replace").splitlines():
+            sys.stderr.write(f"[{name}] {line}\n")

@@ -1,0 +1,51 @@
+"""A run that rlgen trained at commit 614f252, before keys and metrics got their present names, is resumed and read."""
+
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+from conftest import read_jsonl
+from typer.testing import CliRunner
+
+from rlgen.cli.app import app
+from rlgen.rollout.read import rollout_steps
+from rlgen.run.directory import read_records
+
+TRAINED_AT = "/tmp/oldrun"  # its recipe says ./model
+
+
+def rlgen(*words: str) -> str:
+    found = CliRunner().invoke(app, words)
+    assert found.exit_code == 0, found.output
+    return found.output
+
+
+@pytest.fixture
+def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of three steps, with its recipe and model in the present folder."""
+    with tarfile.open(Path(__file__).with_name("run_of_614f252.tar.xz")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs" / "old"
+    resolved = run / "resolved.yaml"
+    resolved.write_text(resolved.read_text().replace(TRAINED_AT, str(tmp_path)))
+    return run
+
+
+def test_an_old_run_is_resumed_and_read(old: Path) -> None:
+    assert "refill: 1" in (old / "resolved.yaml").read_text() and "groups/replaced" in (old / "metrics.jsonl").read_text()
+    said = rlgen("train", "recipe.yaml", "--resume", "--set", "run.steps=4")
+    assert "rollout.refill is called rollout.dynamic_sampling now" in said and "4 of 4 steps" in said
+    assert "dynamic_sampling: 1" in (old / "resolved.yaml").read_text()
+    assert [record["step"] for record in read_jsonl(old / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert all("is/ratio_max" in record and "is/raw_max" not in record for record in read_records(old / "metrics.jsonl"))
+    assert rollout_steps(old / "rollouts") == [1, 2, 3, 4]
+
+    for step in ("3", "4"):  # one of the old code, one of today's
+        assert "recorded" in rlgen("replay", "old", "--step", step)
+        assert "answer" in rlgen("rollouts", "old", "--step", step)
+    assert "the same to the last bit" in rlgen("replay", "old", "--step", "4")  # step 3 may be of another processor
+    assert "4 steps" in rlgen("report", "old", "--out", "report.html")
+    shutil.copytree(old, old.with_name("copy"))
+    assert "copy" in rlgen("compare", "old", "copy")
