@@ -4,9 +4,11 @@ import ast
 import csv
 import glob
 import json
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +17,7 @@ from rlgen.recipe import LoadedRecipe, Recipe
 from rlgen.recipe.data import TASK_COLUMNS
 from rlgen.recipe.evaluation import data_of, eval_rewards
 from rlgen.recipe.judges import MODEL_REWARDS, JudgeArgs, RewardModelArgs, settings_of
-from rlgen.recipe.models import BUILT_IN_REWARDS, SEED_COLUMN
+from rlgen.recipe.models import BUILT_IN_REWARDS, SEED_COLUMN, RewardRecipe, ScoringRecipe
 from rlgen.recipe.paths import like
 from rlgen.recipe.rules import is_local_model, is_local_source
 
@@ -33,7 +35,7 @@ def looked_up(loaded: LoadedRecipe, imports: bool = True) -> set[str] | None:
     columns = known_columns(loaded.recipe)
     problems = problems or [*unknown_columns(loaded, columns), *unfilled_parameters(loaded, columns)]
     if imports:
-        problems = problems or [*unusable_rewards(loaded), *unusable_tools(loaded)]
+        problems = problems or unusable_functions(loaded)
     if problems:
         raise RecipeError(problems)
     return columns
@@ -181,47 +183,39 @@ def unknown_columns(loaded: LoadedRecipe, columns: set[str] | None) -> list[Prob
     return problems
 
 
-def unusable_rewards(loaded: LoadedRecipe) -> list[Problem]:
-    """Returns a problem for each reward that cannot be imported. Each is imported in a process of its own, as in a run."""
-    shipped = {*BUILT_IN_REWARDS, *MODEL_REWARDS}  # models are loaded by `rlgen rewards test`, and by a run
-    if all(reward.use in shipped for reward in loaded.recipe.rewards):
-        return []
+def unusable_functions(loaded: LoadedRecipe) -> list[Problem]:
+    """Returns a problem for each reward that cannot be imported, each tool that cannot be imported or described to a model, and
+    an environment that cannot be used. Each is tried in a process of its own, as in a run.
+    """
+    recipe = loaded.recipe
+    tries: dict[str, Callable[[], object]] = {}  # by key
+    for index, reward in enumerate(recipe.rewards):
+        if reward.use not in (*BUILT_IN_REWARDS, *MODEL_REWARDS):  # models are loaded by `rlgen rewards test`, and by a run
+            tries[f"rewards.{index}.use"] = partial(import_reward, reward, recipe.scoring)
+    if recipe.tools:
+        from rlgen.tools.box import schemas_of
+
+        tries |= {f"tools.{index}.use": partial(schemas_of, [tool], recipe.scoring) for index, tool in enumerate(recipe.tools)}
+    if recipe.environment is not None:
+        from rlgen.tools.arena import open_arena
+
+        environment = recipe.environment
+        tries["environment.use"] = lambda: open_arena(environment, recipe.scoring).close()
+    problems: list[Problem] = []
+    for key, attempt in tries.items():
+        try:
+            attempt()
+        except (RewardError, ToolError) as error:
+            problems.append(Problem(loaded.origins[key], str(error)))
+    return problems
+
+
+def import_reward(reward: RewardRecipe, scoring: ScoringRecipe) -> None:
     from rlgen.rewards.load import RewardSource
     from rlgen.worker_pool.pool import Pool, limits_of
 
-    problems, limits = [], replace(limits_of(loaded.recipe.scoring), workers=1)
-    for index, reward in enumerate(loaded.recipe.rewards):
-        if reward.use in shipped:
-            continue
-        try:
-            with closing(Pool([RewardSource(reward.use, reward.timeout)], limits, None)) as pool:
-                pool.facts()
-        except RewardError as error:
-            problems.append(Problem(loaded.origins[f"rewards.{index}.use"], str(error)))
-    return problems
-
-
-def unusable_tools(loaded: LoadedRecipe) -> list[Problem]:
-    """Returns a problem for each tool that cannot be imported or described to a model, and for an environment that cannot be
-    used; each is tried in a process of its own.
-    """
-    problems: list[Problem] = []
-    if loaded.recipe.tools:
-        from rlgen.tools.box import schemas_of
-
-        for index, tool in enumerate(loaded.recipe.tools):
-            try:
-                schemas_of([tool], loaded.recipe.scoring)
-            except ToolError as error:
-                problems.append(Problem(loaded.origins[f"tools.{index}.use"], str(error)))
-    if loaded.recipe.environment is not None:
-        from rlgen.tools.arena import open_arena
-
-        try:
-            open_arena(loaded.recipe.environment, loaded.recipe.scoring).close()
-        except ToolError as error:
-            problems.append(Problem(loaded.origins["environment.use"], str(error)))
-    return problems
+    with closing(Pool([RewardSource(reward.use, reward.timeout)], replace(limits_of(scoring), workers=1), None)) as pool:
+        pool.facts()
 
 
 def known_columns(recipe: Recipe) -> set[str] | None:

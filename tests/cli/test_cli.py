@@ -1,6 +1,5 @@
 """The command line as a user meets it: messages, exit codes, quick answers."""
 
-import json
 import os
 import statistics
 import subprocess
@@ -13,6 +12,7 @@ import pytest
 from conftest import ROOT
 
 from rlgen.cli.validate import validate_command
+from rlgen.errors import RecipeError
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -54,24 +54,11 @@ def test_closed_output_is_no_error() -> None:
     assert ended.stdout.split() == ["0", "2"] and not ended.stderr, ended
 
 
-def test_validate_names_the_plan_and_missing_files(rlgen: Run, recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_names_the_plan_and_missing_files(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     validate_command(recipe_file, [], as_json=False, count=0)
     assert "4 prompts × 4 = 16 samples" in capsys.readouterr().out
-    result = rlgen("validate", recipe_file, "--set", "rewards.0.use=r.py:f", "--set", "data={source: no.jsonl}")
-    assert result.returncode == 2 and "no.jsonl does not exist" in result.stderr and "r.py cannot be read" in result.stderr
-
-
-def test_show_says_where_values_come_from(rlgen: Run, recipe_file: Path) -> None:
-    shown = json.loads(rlgen("show", recipe_file, "--json", "--set", "run.seed=3").stdout)
-    assert shown["run.seed"] == {"value": 3, "origin": "--set 1: run.seed=3"}
-    assert shown["optim.weight_decay"] == {"value": 0.0, "origin": "default"}
-
-
-def test_copy_never_overwrites(rlgen: Run, tmp_path: Path) -> None:
-    assert rlgen("recipes", "copy", "smoke", tmp_path).returncode == 0
-    assert (tmp_path / "smoke.yaml").read_text() == (ROOT / "recipes" / "smoke.yaml").read_text()
-    again = rlgen("recipes", "copy", "smoke", tmp_path)
-    assert again.returncode == 2 and "exists already" in again.stderr
+    with pytest.raises(RecipeError, match=r"(?s)no\.jsonl does not exist.*r\.py cannot be read"):
+        validate_command(recipe_file, ["rewards.0.use=r.py:f", "data={source: no.jsonl}"], as_json=False, count=0)
 
 
 def timed(command: list[str], **options: Any) -> tuple[subprocess.CompletedProcess[str], float]:

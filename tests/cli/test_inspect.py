@@ -44,6 +44,10 @@ def test_a_value_stands_with_its_origin_and_its_sentence(recipe_file: Path, caps
     }.items():
         assert lines[lines.index(value) + 1] == sentence
     assert lines[:2] == ["", "run: Name, length and seed of the run, and where its folder is."]
+    show_command(recipe_file, ["run.seed=3"], resolved=False, as_json=True)
+    values = json.loads(capsys.readouterr().out)
+    assert values["run.seed"] == {"value": 3, "origin": "--set 1: run.seed=3"}
+    assert values["optim.weight_decay"] == {"value": 0.0, "origin": "default"}
     rule = lines.index("health.entropy: The mean entropy of a token, in nats, is below the threshold.")
     assert lines[rule + 1] == "  health.entropy.threshold = 0.01  (default)"
 
@@ -101,6 +105,8 @@ def test_a_recipe_is_copied_with_its_reward(tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.iterdir()} == names
     assert (tmp_path / "countdown.py").read_bytes() == (ROOT / "recipes" / "countdown.py").read_bytes()
     copy_command("countdown-qwen3-0.6b-grpo", tmp_path)  # its reward is there, and the same
+    with pytest.raises(UsageError, match=r"countdown-tiny-grpo\.yaml exists already; name another file"):
+        copy_command("countdown-tiny-grpo", tmp_path)
     (tmp_path / "tldr.py").write_text("mine = True\n")
     with pytest.raises(UsageError, match=r"tldr\.py exists already; name another folder"):
         copy_command("tldr-qwen3-0.6b-online-dpo", tmp_path)

@@ -149,7 +149,7 @@ def test_completions_come_back_as_they_were(tmp_path: Path, proof: Proof) -> Non
         rank=0,
         world=1,
         prompt_at=no_prompt,
-        tokenizer=Says(),  # type: ignore[arg-type]
+        tokenizer=Says(),
         stop_ids=(),
         every=1,
         keep=None,
