@@ -18,9 +18,7 @@ OF_MACHINE = ("rlgen", "time", "python", "platform", "processor", "gpus", "packa
 
 
 def model_card(run: Run, step: int, dtype: str) -> str:
-    """Returns README.md of a model that was exported from this step, with the metadata that the hub reads. What the run did after
-    the step does not count.
-    """
+    """Returns README.md of a model that was exported from this step, with the metadata of the hub. Later steps do not count."""
     recipe = run.recipe
     trained = [row for row in run.metrics if row[Metric.STEP] <= step]
     parts = [

@@ -98,10 +98,7 @@ class Comparison:
 
     @property
     def differing(self) -> list[list[str]]:
-        """Returns what stands in the table of differences: each key with its value in each group, as text.
-
-        The seeds, which the table of groups shows too, are no difference if every group has the same.
-        """
+        """Returns the table of differences: each key with its value in each group. Seeds that every group has are none."""
         rows = []
         for key, values in self.differences.items():
             of_groups = [dict.fromkeys(value_of(values, run) for run in group.runs) for group in self.groups]
@@ -110,9 +107,7 @@ class Comparison:
 
 
 def compare(runs: Sequence[Run], metric: str, by: By) -> Comparison:
-    """Compares two runs or more. Raises UsageError if none has measured the metric, although there are steps, or for too many
-    recipes.
-    """
+    """Compares two runs or more. Raises UsageError if none has measured the metric although there are steps, or as `grouped`."""
     check(runs, metric)
     groups = grouped(runs)
     folders = [run.name for run in runs]
@@ -133,10 +128,7 @@ def compare(runs: Sequence[Run], metric: str, by: By) -> Comparison:
 
 
 def differences_of(runs: Sequence[Run]) -> dict[str, dict[Run, Any]]:
-    """Returns the keys in which the recipes differ, by section, each with its value in the runs where it has an effect.
-
-    The kind of a section comes first, because other keys follow from it.
-    """
+    """Returns the keys in which recipes differ, by section, kinds first, each with its value in the runs that have it."""
     recipes = {run: compared(run) for run in runs}
     sections = list(Recipe.model_fields)
     keys = dict.fromkeys(key for recipe in recipes.values() for key in recipe)

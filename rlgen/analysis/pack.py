@@ -64,11 +64,8 @@ def size_of(path: Path) -> tuple[int, int]:
 
 
 def pack_rollouts(run: Run, most_rows: int) -> tuple[dict[str, Any], dict[str, str], list[int]]:
-    """Packs the rollouts of a run.
-
-    Returns:
-        What the browser needs to read the rest; parts by name, "rows", "texts-0", "tokens-0", ..., each base64 of gzip; and the
-        token ids that occur, in the order of "pieces".
+    """Packs the rollouts of a run. Returns what the browser needs to read the rest; parts by name, "rows", "texts-0", "tokens-0",
+    ..., each base64 of gzip; and the token ids that occur, in the order of "pieces".
     """
     steps, total_steps, total_rows = choose(run.path, most_rows)
     rows: defaultdict[str, list[Any]] = defaultdict(list)
@@ -99,9 +96,8 @@ def pack_rollouts(run: Run, most_rows: int) -> tuple[dict[str, Any], dict[str, s
 
 
 def chunked(run: Path, steps: Sequence[int], most_rows: int) -> Iterator[pa.Table]:
-    """Yields the rollouts of some steps as tables of about `CHUNK_ROWS`, whole steps each.
-
-    A step of more than `most_rows` or `MOST_TOKENS`, which then is the only one, is cut.
+    """Yields the rollouts of some steps as tables of about `CHUNK_ROWS`, whole steps each. A step of more than `most_rows` or
+    `MOST_TOKENS`, which then is the only one, is cut.
     """
     waiting: list[pa.Table] = []
     tokens = 0
@@ -186,10 +182,8 @@ class Code(IntEnum):
 def weights_of(
     recipe: CorrectionRecipe, policy_logp: Ragged, sampler_logp: Ragged, loss_mask: Ragged
 ) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
-    """Returns the codes [N] of the weights that the loss used, and [B] the weights of whole rows, for `Code.ROW`; NaN: none.
-
-    Args:
-        policy_logp: [B] rows; empty for a row that was not trained.
+    """Returns the codes [N] of the weights that the loss used, and [B] the weights of whole rows, for `Code.ROW`; NaN: none. The
+    rows [B] of `policy_logp` are empty if they were not trained.
     """
     import torch
 
@@ -246,7 +240,6 @@ def short(value: float | None) -> float | int | None:
 
 def halves(values: NDArray[np.float32]) -> NDArray[np.float16]:
     """Returns 16-bit floats of `SCALE` times the values, with eight bits of mantissa: what is rounded away would not compress.
-
     From 2e-7 to 255 nats they are exact to 0.25 %; beyond 255 they are 255.
     """
     within = np.where(np.isfinite(values), np.clip(values, -255, 255), values).astype(np.float32)
@@ -270,9 +263,7 @@ def packed(content: bytes) -> str:
 
 
 def tokenizer_of(run: Run) -> Tokenizer | None:
-    """Returns the tokenizer of a run: of its newest checkpoint, its model's folder, or the hub's cache; None: none is there.
-    Nothing is downloaded.
-    """
+    """Returns the tokenizer of a run's newest checkpoint, its model's folder or the hub's cache; None: none is here."""
     checkpoints = CheckpointFolder(run.path / "checkpoints").steps()
     model = str((run.attempts[-1] if run.attempts else {}).get("model", run.recipe.model.path))
     places = [*(path / TOKENIZER for _, path in sorted(checkpoints.items(), reverse=True)), Path(model) / TOKENIZER]

@@ -31,13 +31,9 @@ SCRIPTS = ("base.js", "chart.js", "tokens.js", "rollouts.js", "report.js")
 
 
 def write_report(run: Run, path: Path, most_rows: int) -> Mapping[str, Any]:
-    """Writes the report of a run, and returns what it says of its rollouts.
-
-    Args:
-        most_rows: most rollouts in the report; of a longer run only every n-th step is taken, counted from the newest.
-
-    Raises:
-        CheckpointError: a file of rollouts is damaged, or the report cannot be written.
+    """Writes the report of a run, and returns what it says of its rollouts: at most `most_rows`; of a longer run only every n-th
+    step is taken, counted from the newest. Raises CheckpointError if a file of rollouts is damaged, or the report cannot be
+    written.
     """
     rollouts, parts, ids = pack_rollouts(run, most_rows)
     tokenizer = tokenizer_of(run)

@@ -1,6 +1,4 @@
-"""The few numbers that say how a run went: reward, evaluation, health, agreement, speed, time. For the report, and for the
-end of `rlgen train`.
-"""
+"""The few numbers that say how a run went, for the report and for the end of `rlgen train`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -26,11 +26,7 @@ from rlgen.run.find import find_run
 
 
 def compare_command(names: Sequence[Path], metric: str, by: By, html: bool, png: bool, out: Path, as_json: bool) -> None:
-    """Prints what differs between runs, or one JSON object with it; with `html` and `png` also writes these files.
-
-    Args:
-        out: the HTML file; the PNG file is beside it, with its own suffix.
-    """
+    """Prints what differs between runs, or one JSON object. Writes the HTML file `out`, and the PNG file beside it, if asked."""
     runs = runs_of(names)
     comparison = compare(runs, metric, by)
     charts = [comparison.chart, *other_charts(comparison.groups, by)] if html or png else []

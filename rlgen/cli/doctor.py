@@ -24,11 +24,7 @@ WIDTH = 20  # characters of the column of names
 
 
 def doctor_command(path: Path, overrides: list[str], as_json: bool, store: bool) -> None:
-    """Prints a verdict for each check as it is done. Each process that a launcher started calls it.
-
-    Raises:
-        SentinelError: a check failed.
-    """
+    """Prints a verdict for each check, in each process that a launcher started. Raises SentinelError if a check failed."""
     launch, load = Launch.of(os.environ), partial(load_recipe, path, overrides)
     if launch.world == 1:
         recipe = load().recipe  # its mistakes are reported before torch is imported

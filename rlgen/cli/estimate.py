@@ -22,10 +22,7 @@ NO_CACHE: dict[str, Any] = {"cache_gib": None, "share": None, "tensor_parallel":
 
 
 def estimate_command(path: Path, overrides: list[str], gpu_gib: float | None, as_json: bool) -> None:
-    """Prints the table, whether it fits, and which settings to change.
-
-    The prompts' true lengths are used if tokenizer and data are on this machine.
-    """
+    """Prints the table, whether it fits, and which settings to change. Counts the prompts if they are on this machine."""
     recipe = load_recipe(path, overrides).recipe
     import torch
 

@@ -123,10 +123,8 @@ def push(folder: Path, repo: str, step: int) -> str:
 
 
 def find_checkpoint(source: Path, step: str | None) -> Path:
-    """Returns the folder of a checkpoint: `source` itself, or one in the run that `source` names.
-
-    Args:
-        step: of the run's checkpoint: a number, "best" (by evaluation) or "last"; None: the last one.
+    """Returns the folder of a checkpoint: `source` itself, or one in the run that `source` names. `step` is then a number, "best"
+    (by evaluation) or "last"; None: the last one.
     """
     source = source.expanduser()
     named = not os.path.exists(source) or holds_run(RUNS / source)  # a folder of that name may be no run
@@ -155,9 +153,8 @@ def find_checkpoint(source: Path, step: str | None) -> Path:
 
 
 def write(checkpoint: Path, folder: Path, dtype: Literal["float32", "bfloat16"]) -> dict[str, Any]:
-    """Writes model and tokenizer of `checkpoint` into `folder`, and compares them. Heavy imports happen here.
-
-    Three models are compared: the policy as it was trained, the model that is written, and that model opened again.
+    """Writes model and tokenizer of `checkpoint` into `folder`, and compares three models: the policy as it was trained, the
+    model that is written, and that model opened again. Heavy imports happen here.
     """
     import torch
     from safetensors import SafetensorError

@@ -42,9 +42,7 @@ def looked_up(loaded: LoadedRecipe, imports: bool = True) -> set[str] | None:
 
 
 def of_evaluation(loaded: LoadedRecipe) -> LoadedRecipe | None:
-    """Returns a recipe whose data and rewards are those of the evaluations, so that the same checks apply to them; None without
-    evaluations.
-    """
+    """Returns a recipe whose data and rewards are those of the evaluations, for the same checks; None without evaluations."""
     recipe, held = loaded.recipe, loaded.recipe.eval
     if held is None:
         return None
@@ -59,9 +57,7 @@ def of_evaluation(loaded: LoadedRecipe) -> LoadedRecipe | None:
 
 
 def missing_files(loaded: LoadedRecipe) -> list[Problem]:
-    """Returns a problem for each local file of model, data, rewards and tools that does not exist, and each function that its
-    file does not define.
-    """
+    """Returns a problem for each local file that the recipe names and is not there, and each function that its file lacks."""
     problems: list[Problem] = []
     recipe, origins = loaded.recipe, loaded.origins
     model, source = recipe.model.path, recipe.data.source

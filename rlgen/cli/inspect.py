@@ -1,7 +1,4 @@
-"""Shows recipes and writes what to start from: `rlgen show`, `schema`, `init`, `rlgen recipes list`, `copy`, `warm-start`.
-
-Quick answers import no torch.
-"""
+"""Shows recipes, and writes what to start from. Quick answers import no torch."""
 
 import json
 import re
@@ -100,10 +97,8 @@ def list_recipes_command(as_json: bool) -> None:
 
 
 def copy_command(name: str, path: Path | None) -> None:
-    """Copies a shipped recipe, and the files of rewards, tools and chat template that it names. Raises UsageError for an unknown
-    recipe or if a target exists.
-
-    A path into the checkout's folder of runs becomes one beside the copy.
+    """Copies a shipped recipe, and the files of rewards, tools and chat template that it names. A path into the checkout's folder
+    of runs becomes one beside the copy. Raises UsageError for an unknown recipe or if a target exists.
     """
     source = recipes().get(name.removesuffix(".yaml"))
     if source is None:
@@ -152,12 +147,8 @@ def init_command(folder: Path) -> None:
 
 
 def warm_start_command(path: Path, model: str, out: Path | None, accuracy: float) -> None:
-    """Trains a small model on the answers of the recipe's data, and writes it where the recipe's `model.path` is.
-
-    Args:
-        model: the model to start from.
-        out: another folder to write.
-        accuracy: share of sampled answers that are right at the end.
+    """Trains a small `model` on the answers of the recipe's data until this share of sampled answers is right, and writes it
+    where the recipe's `model.path` is, or into `out`.
     """
     recipe = load_recipe(path).recipe
     if recipe.task is None and recipe.data.columns.answer is None:

@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 
 
 def prepare() -> None:
-    """Makes the output streams write characters that their encoding lacks as escapes, instead of raising an error.
-
-    A stream that the shell has closed (`>&-`), which Python leaves as None, becomes one that discards what it is given.
+    """Makes the output streams write characters that their encoding lacks as escapes, instead of raising an error. A stream that
+    the shell has closed (`>&-`), which Python leaves as None, becomes one that discards what it is given.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -30,10 +29,8 @@ def prepare() -> None:
 
 
 def echo(text: str, err: bool = False, nl: bool = True, exact: bool = False) -> None:
-    """Prints a text. A closed pipe (`| head -1`) or a full disk does not end the command.
-
-    Args:
-        exact: for output that programs read: control characters are kept, unless the stream is a terminal, which would obey them.
+    """Prints a text. A closed pipe (`| head -1`) or a full disk does not end the command. With `exact`, for output that programs
+    read, control characters are kept, unless the stream is a terminal, which would obey them.
     """
     import typer
 
@@ -69,10 +66,8 @@ def plain_table(left: Sequence[str], right: Sequence[str] = (), width: int | Non
 
 
 def page_for_terminal(whole_lines: bool) -> "Console":
-    """Returns a console of the width and colours of standard output, which keeps what it is given for `echo_styled`.
-
-    Args:
-        whole_lines: only a terminal wraps lines; other programs get them whole.
+    """Returns a console of the width and colours of standard output, which keeps what it is given for `echo_styled`. With
+    `whole_lines` only a terminal wraps lines; other programs get them whole.
     """
     from rich.console import Console
 
@@ -83,9 +78,8 @@ def page_for_terminal(whole_lines: bool) -> "Console":
 
 
 def echo_styled(page: "Console") -> None:
-    """Prints what a page holds, with its colours. Text that others wrote must have passed through `printable` before.
-
-    A terminal shows it through the user's pager, as git does: it ends at once if the text fits the screen.
+    """Prints what a page holds, with its colours. Text that others wrote must have passed through `printable` before. A terminal
+    shows it through the user's pager, as git does: it ends at once if the text fits the screen.
     """
     text = page.end_capture()
     pager = shlex.split(os.environ.get("PAGER", "less"))

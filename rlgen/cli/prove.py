@@ -35,10 +35,9 @@ SLOWER, LEAST = 10.0, 60.0  # timeout of the killed run: SLOWER times the undist
 
 
 def prove_command(recipe: Path, overrides: list[str], max_steps: int | None, run_dir: Path | None) -> None:
-    """Trains a few steps twice, the second time with a SIGKILL during a step and `--resume`, and compares the two runs.
-
-    It leaves no process behind, however it ends. The folder with both runs remains if they differ, if one fails, or if this
-    process is killed.
+    """Trains a few steps twice, the second time with a SIGKILL during a step and `--resume`, and compares the two runs. It leaves
+    no process behind, however it ends. The folder with both runs remains if they differ, if one fails, or if this process is
+    killed.
     """
     loaded = load_recipe(recipe, overrides)
     steps = STEPS if max_steps is None else max_steps

@@ -23,10 +23,7 @@ Changes = dict[str, tuple[Any, Any]]
 
 
 def replay_command(name: Path, step: int, overrides: list[str], as_json: bool) -> None:
-    """Computes the step, with `overrides` also with these settings, and prints both. Messages go to standard error.
-
-    Each process that a launcher started calls it.
-    """
+    """Computes the step, also with `overrides`, in each process that a launcher started. Messages go to standard error."""
     launched = Launch.of(os.environ).world > 1
     if not launched:
         find_run(name)  # a missing run is reported before torch is imported

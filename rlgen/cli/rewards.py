@@ -45,9 +45,8 @@ class Results:
 
 
 def rewards_test_command(path: Path, overrides: list[str], count: int, as_json: bool) -> None:
-    """Scores answers to `count` rows of the data, and prints a table.
-
-    A reward that fails or hangs, or gives right answers what it gives to wrong ones, is a RewardError.
+    """Scores answers to `count` rows of the data, and prints a table. A reward that fails or hangs, or gives right answers what
+    it gives to wrong ones, is a RewardError.
     """
     recipe = load_recipe(path, overrides).recipe
     from rlgen.data.prompts import with_answer

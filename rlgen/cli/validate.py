@@ -28,11 +28,7 @@ NEEDED = ("torch", "transformers", "datasets")  # packages without which prompts
 
 
 def validate_command(path: Path, overrides: list[str], as_json: bool, count: int) -> None:
-    """Checks a recipe, opens the local files that it names, and prints what was found.
-
-    Args:
-        count: prompts to show; with 0 neither model nor data are opened.
-    """
+    """Checks a recipe, and prints what was found. With `count` 0 prompts to show, neither model nor data are opened."""
     loaded = load_recipe(path, overrides)
     check_libraries(loaded.recipe)
     columns = looked_up(loaded)
