@@ -54,9 +54,7 @@ def options(
 
 
 @app.command("init", epilog="Example: rlgen init mine && cd mine && rlgen train recipe.yaml")
-def call_init(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; new, or empty.")],
-) -> None:
+def call_init(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; new, or empty.")]) -> None:
     """Write a folder to start from. Recipe with comments, rewards with their test, data; it trains as it is, on a CPU."""
     from rlgen.cli.inspect import init_command
 
@@ -89,8 +87,7 @@ def call_train(
     prove_resume: Annotated[
         bool,
         typer.Option(
-            "--prove-resume",
-            help="Train a few steps, kill, resume and compare, in a folder of its own; the run stays untouched.",
+            "--prove-resume", help="Train a few steps, kill, resume and compare, in a folder of its own; the run stays untouched."
         ),
     ] = False,
 ) -> None:

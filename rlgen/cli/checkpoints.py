@@ -51,9 +51,7 @@ def verify_command(
 
 @checkpoints.command("prune", epilog="Example: rlgen checkpoints prune mine --keep 2")
 def prune_command(
-    run: RunPath,
-    keep: Annotated[int, typer.Option(min=1, help="Newest good checkpoints to keep.")] = 1,
-    as_json: AsJson = False,
+    run: RunPath, keep: Annotated[int, typer.Option(min=1, help="Newest good checkpoints to keep.")] = 1, as_json: AsJson = False
 ) -> None:
     """Delete old checkpoints and those that were set aside. The newest good ones and the best by evaluation stay."""
     run = find_run(run)

@@ -82,11 +82,7 @@ def change_object(change: "Change", changes: Changes) -> dict[str, Any]:
             "largest_change": change.advantages_largest_change,
         },
         "ratio": pairs("changed", change.ratio),
-        "gradient": {
-            "cosine": change.cosine,
-            "cosine_first_update": change.cosine_first,
-            "relative_norm": change.relative_norm,
-        },
+        "gradient": {"cosine": change.cosine, "cosine_first_update": change.cosine_first, "relative_norm": change.relative_norm},
     }
 
 
