@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
 import typer
+from typer import Argument, Option
 
 import rlgen
 from rlgen.cli.checkpoints import checkpoints
@@ -46,15 +47,15 @@ def version(value: bool) -> None:
 
 @app.callback()
 def options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
-    show_version: Annotated[bool, typer.Option("--version", help="Print the version.", callback=version, is_eager=True)] = False,
+    debug: Annotated[bool, Option("--debug", help="Show tracebacks of errors.")] = False,
+    show_version: Annotated[bool, Option("--version", help="Print the version.", callback=version, is_eager=True)] = False,
 ) -> None:
     # `run_command` reads the variable, outside of Typer's call.
     os.environ["RLGEN_DEBUG"] = "1" if debug else os.environ.get("RLGEN_DEBUG", "")
 
 
 @app.command("init", epilog="Example: rlgen init mine && cd mine && rlgen train recipe.yaml")
-def call_init(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; new, or empty.")]) -> None:
+def call_init(folder: Annotated[Path, Argument(metavar="DIR", help="Folder to write; new, or empty.")]) -> None:
     """Write a folder to start from. Recipe with comments, rewards with their test, data; it trains as it is, on a CPU."""
     from rlgen.cli.inspect import init_command
 
@@ -65,28 +66,27 @@ def call_init(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder
 def call_train(
     recipe: RecipePath,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last good checkpoint of this run.")] = False,
+    resume: Annotated[bool, Option("--resume", help="Go on from the last good checkpoint of this run.")] = False,
     resume_step: Annotated[
-        int | None, typer.Option(min=1, metavar="STEP", help="Go on from the checkpoint of this step; later ones are set aside.")
+        int | None, Option(min=1, metavar="STEP", help="Go on from the checkpoint of this step; later ones are set aside.")
     ] = None,
     allow_changed_rewards: Annotated[
-        bool,
-        typer.Option("--allow-changed-rewards", help="Go on although the code of a reward, a tool or an environment was edited."),
+        bool, Option("--allow-changed-rewards", help="Go on although the code of a reward, a tool or an environment was edited.")
     ] = False,
     clean: Annotated[
-        bool, typer.Option("--clean", help="Delete what an earlier run left in the run directory, and start anew.")
+        bool, Option("--clean", help="Delete what an earlier run left in the run directory, and start anew.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the resolved recipe and stop.")] = False,
-    max_steps: Annotated[int | None, typer.Option(help="Same as --set run.steps=N.")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Run directory instead of run.dir/run.name.")] = None,
-    probe_max: Annotated[bool, typer.Option("--probe-max", help="Same as --set run.probe_max=true.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Write the resolved recipe and stop.")] = False,
+    max_steps: Annotated[int | None, Option(help="Same as --set run.steps=N.")] = None,
+    run_dir: Annotated[Path | None, Option(help="Run directory instead of run.dir/run.name.")] = None,
+    probe_max: Annotated[bool, Option("--probe-max", help="Same as --set run.probe_max=true.")] = False,
     progress: Annotated[
         Literal["auto", "live", "plain", "json"],
-        typer.Option(help="A live view, plain lines, or a JSON object for each step; auto: live on a terminal, plain elsewhere."),
+        Option(help="A live view, plain lines, or a JSON object for each step; auto: live on a terminal, plain elsewhere."),
     ] = "auto",
     prove_resume: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--prove-resume", help="Train a few steps, kill, resume and compare, in a folder of its own; the run stays untouched."
         ),
     ] = False,
@@ -112,9 +112,7 @@ def call_doctor(
     recipe: RecipePath,
     overrides: Overrides = None,
     as_json: AsJson = False,
-    store_baseline: Annotated[
-        bool, typer.Option("--store-baseline", help="Store the numbers; later calls compare with them.")
-    ] = False,
+    store_baseline: Annotated[bool, Option("--store-baseline", help="Store the numbers; later calls compare with them.")] = False,
 ) -> None:
     """Check that trainer and engine agree, rung by rung; name what is wrong. Trains nothing."""
     from rlgen.cli.doctor import doctor_command
@@ -126,8 +124,8 @@ def call_doctor(
 def call_serve(
     recipe: RecipePath,
     overrides: Overrides = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port; 0 takes a free one. Default: 8000.")] = None,
+    host: Annotated[str | None, Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
+    port: Annotated[int | None, Option(min=0, max=65535, help="Port; 0 takes a free one. Default: 8000.")] = None,
 ) -> None:
     """Start a vLLM server for a recipe's model; training then connects to it. Ctrl-C stops it."""
     from rlgen.cli.serve import serve_command
@@ -138,13 +136,12 @@ def call_serve(
 @app.command("eval", epilog="Example: rlgen eval runs/mine recipe.yaml --step best --set eval.group_size=8")
 def call_eval(
     model: Annotated[
-        Path,
-        typer.Argument(metavar="MODEL_OR_RUN", help="A folder, hub id or tiny:NAME; a run, by directory or name; a checkpoint."),
+        Path, Argument(metavar="MODEL_OR_RUN", help="A folder, hub id or tiny:NAME; a run, by directory or name; a checkpoint.")
     ],
     recipe: RecipePath,
     overrides: Overrides = None,
     step: CheckpointStep = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the samples, as Parquet.")] = None,
+    out: Annotated[Path | None, Option(help="Folder for the samples, as Parquet.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Evaluate a model. It answers the prompts of the recipe's section `eval`; means are printed with their intervals."""
@@ -157,7 +154,7 @@ def call_eval(
 def call_status(
     run: RunPath,
     as_json: AsJson = False,
-    follow: Annotated[bool, typer.Option("--follow", help="Print each new step until the run ends.")] = False,
+    follow: Annotated[bool, Option("--follow", help="Print each new step until the run ends.")] = False,
 ) -> None:
     """Say how a run stands or how it ended; it works for killed runs too."""
     from rlgen.cli.status import status_command
@@ -167,7 +164,7 @@ def call_status(
 
 @app.command("runs", epilog="Example: rlgen runs")
 def call_runs(
-    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="The folder that holds the runs.")] = Path("runs"),
+    folder: Annotated[Path, Argument(metavar="[FOLDER]", help="The folder that holds the runs.")] = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
     """List the runs of a folder: state, step, reward, evaluation, age."""
@@ -179,24 +176,24 @@ def call_runs(
 @app.command("rollouts", epilog="Example: rlgen rollouts mine --step last --reward-below 0.1 --sort -length")
 def call_rollouts(
     run: RunPath,
-    step: Annotated[str | None, typer.Option(metavar="RANGE", help="Only these steps: 12, 10:20, 10:, :20 or last.")] = None,
-    reward_below: Annotated[float | None, typer.Option(metavar="X", help="Only rewards below X.")] = None,
-    reward_above: Annotated[float | None, typer.Option(metavar="X", help="Only rewards above X.")] = None,
+    step: Annotated[str | None, Option(metavar="RANGE", help="Only these steps: 12, 10:20, 10:, :20 or last.")] = None,
+    reward_below: Annotated[float | None, Option(metavar="X", help="Only rewards below X.")] = None,
+    reward_above: Annotated[float | None, Option(metavar="X", help="Only rewards above X.")] = None,
     length: Annotated[
-        str | None, typer.Option(metavar="RANGE", help="Only completions of so many tokens: 12, 10:20, 10: or :20.")
+        str | None, Option(metavar="RANGE", help="Only completions of so many tokens: 12, 10:20, 10: or :20.")
     ] = None,
     finish: Annotated[
-        Literal["stop", "length"] | None, typer.Option(help="Only completions that ended by a stop token, or by the limit.")
+        Literal["stop", "length"] | None, Option(help="Only completions that ended by a stop token, or by the limit.")
     ] = None,
     text: Annotated[
-        str | None, typer.Option(help="Only rollouts with this text in prompt or completion; case does not matter.")
+        str | None, Option(help="Only rollouts with this text in prompt or completion; case does not matter.")
     ] = None,
     sort: Annotated[
-        str, typer.Option(help="step, reward, advantage, length, or gap of engine and trainer; -reward: highest first.")
+        str, Option(help="step, reward, advantage, length, or gap of engine and trainer; -reward: highest first.")
     ] = "step",
-    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Rollouts per page.")] = 10,
-    page: Annotated[int, typer.Option(min=1, help="Page to show.")] = 1,
-    full: Annotated[bool, typer.Option("--full", help="Show long texts whole.")] = False,
+    limit: Annotated[int, Option(min=1, max=10_000, help="Rollouts per page.")] = 10,
+    page: Annotated[int, Option(min=1, help="Page to show.")] = 1,
+    full: Annotated[bool, Option("--full", help="Show long texts whole.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Read the samples of a run. Prompts, completions and rewards, filtered and sorted."""
@@ -219,12 +216,10 @@ def call_rollouts(
 @app.command("report", epilog="Example: rlgen report mine")
 def call_report(
     run: RunPath,
-    out: Annotated[Path | None, typer.Option(help="File to write instead of report.html in the run's directory.")] = None,
-    png: Annotated[
-        bool, typer.Option("--png", help="Also draw the curves into report.png, for slides; needs rlgen[report].")
-    ] = False,
+    out: Annotated[Path | None, Option(help="File to write instead of report.html in the run's directory.")] = None,
+    png: Annotated[bool, Option("--png", help="Also draw the curves into report.png, for slides; needs rlgen[report].")] = False,
     rollouts: Annotated[
-        int, typer.Option(min=0, help="Most rollouts in the report; of a longer run, every n-th step is kept.")
+        int, Option(min=0, help="Most rollouts in the report; of a longer run, every n-th step is kept.")
     ] = 10_000,
     as_json: AsJson = False,
 ) -> None:
@@ -236,18 +231,14 @@ def call_report(
 
 @app.command("compare", epilog="Example: rlgen compare grpo-0 grpo-1 rloo-0 rloo-1 --by tokens --html")
 def call_compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories, or names of runs in runs/.")],
+    runs: Annotated[list[Path], Argument(metavar="RUN", help="Run directories, or names of runs in runs/.")],
     metric: Annotated[
-        str, typer.Option(metavar="NAME", help="Metric of the verdict; rlgen docs metrics lists them.")
+        str, Option(metavar="NAME", help="Metric of the verdict; rlgen docs metrics lists them.")
     ] = Metric.REWARD_MEAN.value,
-    by: Annotated[Literal["step", "tokens", "time"], typer.Option(help="What the curves are aligned by.")] = "step",
-    html: Annotated[
-        bool, typer.Option("--html", help="Also write all curves into compare.html, which needs no network.")
-    ] = False,
-    png: Annotated[
-        bool, typer.Option("--png", help="Also draw the curves into compare.png, for slides; needs rlgen[report].")
-    ] = False,
-    out: Annotated[Path, typer.Option(help="The HTML file; the PNG is beside it.")] = Path("compare.html"),
+    by: Annotated[Literal["step", "tokens", "time"], Option(help="What the curves are aligned by.")] = "step",
+    html: Annotated[bool, Option("--html", help="Also write all curves into compare.html, which needs no network.")] = False,
+    png: Annotated[bool, Option("--png", help="Also draw the curves into compare.png, for slides; needs rlgen[report].")] = False,
+    out: Annotated[Path, Option(help="The HTML file; the PNG is beside it.")] = Path("compare.html"),
     as_json: AsJson = False,
 ) -> None:
     """Compare runs. Recipes, curves, and whether a metric differs; runs that differ only in the seed are grouped."""
@@ -259,10 +250,10 @@ def call_compare(
 @app.command("replay", epilog="Example: rlgen replay mine --step 17 --set trainer.beta=0.05")
 def call_replay(
     run: RunPath,
-    step: Annotated[int, typer.Option(min=1, help="The step to compute again.")],
+    step: Annotated[int, Option(min=1, help="The step to compute again.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--set",
             metavar="section.key=value",
             help="Also compute the step with this value of trainer.* or optim.*; repeatable.",
@@ -284,7 +275,7 @@ def call_estimate(
     recipe: RecipePath,
     overrides: Overrides = None,
     gpu_gib: Annotated[
-        float | None, typer.Option(min=0.1, help="Memory of the GPU in GiB. Default: that of this machine's GPU.")
+        float | None, Option(min=0.1, help="Memory of the GPU in GiB. Default: that of this machine's GPU.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -300,7 +291,7 @@ def call_validate(
     overrides: Overrides = None,
     as_json: AsJson = False,
     data: Annotated[
-        int, typer.Option("--data", min=0, max=1000, metavar="N", help="Prompts to show; 0: open neither model nor data.")
+        int, Option("--data", min=0, max=1000, metavar="N", help="Prompts to show; 0: open neither model nor data.")
     ] = 2,
 ) -> None:
     """Check a recipe without running it: keys, values, rules, files, rewards; show the first prompts. Loads no weights."""
@@ -313,7 +304,7 @@ def call_validate(
 def call_show(
     recipe: RecipePath,
     overrides: Overrides = None,
-    resolved: Annotated[bool, typer.Option("--resolved", help="Print the resolved recipe as YAML.")] = False,
+    resolved: Annotated[bool, Option("--resolved", help="Print the resolved recipe as YAML.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show every value of a recipe, where it comes from and what it does."""
@@ -323,9 +314,7 @@ def call_show(
 
 
 @app.command("schema", epilog="Example: rlgen schema --out recipe.schema.json")
-def call_schema(
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="File to write instead of printing.")] = None,
-) -> None:
+def call_schema(out: Annotated[Path | None, Option(metavar="FILE", help="File to write instead of printing.")] = None) -> None:
     """Print the JSON Schema of recipes. Editors complete keys and mark mistakes if this is a recipe's first line:
 
     # yaml-language-server: $schema=recipe.schema.json

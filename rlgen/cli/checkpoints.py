@@ -6,7 +6,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
 from rlgen.cli.groups import AsJson, RunPath, commands
 from rlgen.cli.output import echo
@@ -29,7 +29,7 @@ def list_command(run: RunPath, as_json: AsJson = False) -> None:
 @checkpoints.command("verify", epilog="Example: rlgen checkpoints verify mine --step 40")
 def verify_command(
     run: RunPath,
-    step: Annotated[int | None, typer.Option(help="Step of one checkpoint. Default: all checkpoints.")] = None,
+    step: Annotated[int | None, Option(help="Step of one checkpoint. Default: all checkpoints.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Read every byte of a run's checkpoints and compare it with what was written; exit 8 if one is damaged."""
@@ -51,7 +51,7 @@ def verify_command(
 
 @checkpoints.command("prune", epilog="Example: rlgen checkpoints prune mine --keep 2")
 def prune_command(
-    run: RunPath, keep: Annotated[int, typer.Option(min=1, help="Newest good checkpoints to keep.")] = 1, as_json: AsJson = False
+    run: RunPath, keep: Annotated[int, Option(min=1, help="Newest good checkpoints to keep.")] = 1, as_json: AsJson = False
 ) -> None:
     """Delete old checkpoints and those that were set aside. The newest good ones and the best by evaluation stay."""
     run = find_run(run)

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 import rlgen
 from rlgen.cli.output import echo
@@ -18,9 +18,9 @@ COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)  # markers of generated tables
 
 
 def docs_command(
-    page: Annotated[str | None, typer.Argument(help="Name of a page; without it, the pages are listed.")] = None,
+    page: Annotated[str | None, Argument(help="Name of a page; without it, the pages are listed.")] = None,
     search: Annotated[
-        str | None, typer.Option("--search", metavar="WORD", help="List the lines that contain WORD, of PAGE or of all pages.")
+        str | None, Option("--search", metavar="WORD", help="List the lines that contain WORD, of PAGE or of all pages.")
     ] = None,
 ) -> None:
     """Print a page of the documentation, or list the pages."""

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
+from typer import Argument, Option
 
 from rlgen.cli.groups import AsJson, CheckpointStep
 from rlgen.cli.output import echo
@@ -26,14 +26,14 @@ CARD = "README.md"
 
 def export_command(
     source: Annotated[
-        Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run's directory, its name in runs/, or one of its checkpoints.")
+        Path, Argument(metavar="RUN_OR_CHECKPOINT", help="A run's directory, its name in runs/, or one of its checkpoints.")
     ],
-    out: Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist.")],
+    out: Annotated[Path, Option("--out", help="Folder to write; it must not exist.")],
     step: CheckpointStep = None,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Dtype of the written weights.")] = "float32",
+    dtype: Annotated[Literal["float32", "bfloat16"], Option(help="Dtype of the written weights.")] = "float32",
     push_to_hub: Annotated[
         str | None,
-        typer.Option(metavar="REPO", help="Also send it to this repository of the hub, such as me/mine; a new one is private."),
+        Option(metavar="REPO", help="Also send it to this repository of the hub, such as me/mine; a new one is private."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

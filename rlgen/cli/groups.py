@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 
 def commands(help_text: str, example: str) -> typer.Typer:
@@ -14,21 +15,20 @@ def commands(help_text: str, example: str) -> typer.Typer:
 recipes = commands("Recipes to start from.", "rlgen recipes list")
 rewards = commands("Rewards of a recipe, without a model.", "rlgen rewards test recipe.yaml")
 
-RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file.")]
+RecipePath = Annotated[Path, Argument(metavar="RECIPE", help="A YAML file.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--set",
         metavar="section.key=value",
         help="Override a value of the recipe, written as YAML; repeatable, the last one wins.",
     ),
 ]
-RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory, or the name of one in runs/.")]
+RunPath = Annotated[Path, Argument(metavar="RUN", help="A run's directory, or the name of one in runs/.")]
 CheckpointStep = Annotated[
-    str | None,
-    typer.Option(metavar="STEP", help="Step of a run's checkpoint: a number, best (by evaluation) or last. Default: last."),
+    str | None, Option(metavar="STEP", help="Step of a run's checkpoint: a number, best (by evaluation) or last. Default: last.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
 
 
 @recipes.command("list", epilog="Example: rlgen recipes list")
@@ -41,8 +41,8 @@ def list_recipes(as_json: AsJson = False) -> None:
 
 @recipes.command("copy", epilog="Example: rlgen recipes copy smoke && rlgen train smoke.yaml")
 def copy_recipe(
-    name: Annotated[str, typer.Argument(help="A name from `rlgen recipes list`.")],
-    path: Annotated[Path | None, typer.Argument(help="Target, a file or a folder. Default: the working directory.")] = None,
+    name: Annotated[str, Argument(help="A name from `rlgen recipes list`.")],
+    path: Annotated[Path | None, Argument(help="Target, a file or a folder. Default: the working directory.")] = None,
 ) -> None:
     """Copy a recipe to change it. Never overwrites a file."""
     from rlgen.cli.inspect import copy_command
@@ -53,11 +53,9 @@ def copy_recipe(
 @recipes.command("warm-start", epilog="Example: rlgen recipes warm-start demo-grpo.yaml")
 def warm_start_model(
     recipe: RecipePath,
-    model: Annotated[str, typer.Option(help="Model to start from.")] = "tiny:qwen3",
-    out: Annotated[Path | None, typer.Option(help="Folder to write. Default: the recipe's model.path.")] = None,
-    accuracy: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Train until this share of the sampled answers is right.")
-    ] = 0.35,
+    model: Annotated[str, Option(help="Model to start from.")] = "tiny:qwen3",
+    out: Annotated[Path | None, Option(help="Folder to write. Default: the recipe's model.path.")] = None,
+    accuracy: Annotated[float, Option(min=0.0, max=1.0, help="Train until this share of the sampled answers is right.")] = 0.35,
 ) -> None:
     """Make a tiny model that answers some prompts of a recipe right: it is trained on the answers of the data first."""
     from rlgen.cli.inspect import warm_start_command
@@ -69,7 +67,7 @@ def warm_start_model(
 def test_rewards(
     recipe: RecipePath,
     overrides: Overrides = None,
-    rows: Annotated[int, typer.Option(min=1, max=1000, help="Rows of the data to answer.")] = 4,
+    rows: Annotated[int, Option(min=1, max=1000, help="Rows of the data to answer.")] = 4,
     as_json: AsJson = False,
 ) -> None:
     """Score the data's own answers, empty, garbage and very long ones, and time each call. Loads no model."""
