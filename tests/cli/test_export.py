@@ -133,9 +133,7 @@ def test_full_weights_are_copied(full_run: Path, tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
 
 
-def test_a_run_is_exported_by_its_name_with_a_model_card(
-    full_run: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured
-) -> None:
+def test_a_run_is_exported_by_its_name_with_a_card(full_run: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(full_run, tmp_path / "runs" / "mine")
     (tmp_path / "mine").mkdir()  # a folder that is no run, such as that of `rlgen init mine`

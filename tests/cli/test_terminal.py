@@ -29,6 +29,7 @@ from rlgen.run.console import Console, Terminal
 from rlgen.run.rollouts import RolloutWriter
 from rlgen.types import Prompt, Ragged, Samples, ids_of, logp_of
 
+Patch = pytest.MonkeyPatch
 Proof = Callable[[str], None]
 Run = Callable[..., subprocess.CompletedProcess[str]]
 READ_BY_NOBODY = {
@@ -72,9 +73,7 @@ def test_a_reader_that_goes_away_changes_no_exit_code(recipe_file: Path, name: s
 
 @pytest.mark.slow
 @pytest.mark.fault(18)
-def test_output_to_a_full_disk_changes_no_exit_code(
-    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof
-) -> None:
+def test_output_to_a_full_disk_changes_no_exit_code(recipe_file: Path, tmp_path: Path, monkeypatch: Patch, proof: Proof) -> None:
     recipe_file.write_text(RECIPE + "engine: {kind: transformers}\n")
     command = [sys.executable, "-m", "rlgen", "train", str(recipe_file), "--run-dir", str(tmp_path / "run"), "--max-steps"]
     with open("/dev/full", "w") as full:
