@@ -12,7 +12,7 @@ from rlgen.cli.files import functions_of
 from rlgen.cli.output import echo
 from rlgen.errors import CheckpointError, UsageError
 from rlgen.files import write_text
-from rlgen.recipe import Recipe, dump_recipe, load_recipe
+from rlgen.recipe import dump_recipe, load_recipe
 from rlgen.recipe.data import TASKS
 from rlgen.recipe.keys import sentences
 from rlgen.recipe.rules import is_local_model
@@ -106,7 +106,9 @@ def copy_command(name: str, path: Path | None) -> None:
     target = path or Path(source.name)
     target = target / source.name if target.is_dir() else target
     texts = {target: source.read_text(encoding="utf-8").replace(OF_CHECKOUT, OF_COPY)}
-    for file in named_files(load_recipe(source).recipe):
+    recipe = load_recipe(source).recipe
+    code = [file for file in (use.rpartition(":")[0] for use in functions_of(recipe).values()) if file.endswith(".py")]
+    for file in map(Path, filter(None, dict.fromkeys([*code, recipe.data.chat_template]))):
         texts[target.parent / file.name] = file.read_text(encoding="utf-8")
     for file, text in texts.items():
         if file.exists() and (file == target or file.read_text(encoding="utf-8") != text):
@@ -118,13 +120,6 @@ def copy_command(name: str, path: Path | None) -> None:
     warm = is_local_model(model) and not Path(model).is_dir()
     written = " and ".join(map(str, texts))
     echo(f"{written} written; next: rlgen {'recipes warm-start' if warm else 'validate'} {target}")
-
-
-def named_files(recipe: Recipe) -> list[Path]:
-    """Returns the files beside a recipe that it names: those of rewards and tools, and of the chat template; each once."""
-    places = [use.rpartition(":")[0] for use in functions_of(recipe).values()]
-    template = [] if recipe.data.chat_template is None else [recipe.data.chat_template]
-    return [Path(place) for place in (*dict.fromkeys(place for place in places if place.endswith(".py")), *template)]
 
 
 def init_command(folder: Path) -> None:

@@ -93,8 +93,12 @@ def print_status(path: Path, found: Mapping[str, Any]) -> None:
     for keys in SHOWN:
         if values := [f"{key} {last[key]:.6g}" for key in keys if last.get(key) is not None]:
             echo(", ".join(values))
-    if found["evaluation"] is not None:
-        echo(evaluation_words(found["evaluation"], found["best_checkpoint"]))
+    if (record := found["evaluation"]) is not None:
+        reward, interval = record[Metric.EVAL_REWARD_MEAN], interval_of(record, Metric.EVAL_REWARD_MEAN)
+        shown = "no reward" if reward is None else f"reward {reward:.6g}" + (f" ({interval})" if interval else "")
+        pinned = found["best_checkpoint"]
+        best = "" if pinned is None else f"; the best checkpoint is that of step {pinned}"
+        echo(f"evaluation after step {record[Metric.STEP]}: {shown}{best}")
     for line in found["health"]:
         echo(f"health: {line}")
 
@@ -140,15 +144,6 @@ def status_of(path: Path) -> dict[str, Any]:
 def seconds_of(records: Sequence[Mapping[str, Any]]) -> list[float]:
     """Returns the seconds of each step, without the evaluation before step 1."""
     return [record[Metric.TIME_STEP] for record in records if record[Metric.STEP] and Metric.TIME_STEP in record]
-
-
-def evaluation_words(record: Mapping[str, Any], best: int | None) -> str:
-    """Returns `evaluation after step 40: reward 0.531 (0.48 to 0.58); the best checkpoint is that of step 20`."""
-    reward, found = record[Metric.EVAL_REWARD_MEAN], interval_of(record, Metric.EVAL_REWARD_MEAN)
-    shown = "no reward" if reward is None else f"reward {reward:.6g}"
-    interval = f" ({found})" if found else ""
-    pinned = "" if best is None else f"; the best checkpoint is that of step {best}"
-    return f"evaluation after step {record[Metric.STEP]}: {shown}{interval}{pinned}"
 
 
 def in_use(path: Path) -> bool:
