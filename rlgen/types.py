@@ -493,7 +493,7 @@ def _value(number: float) -> float | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class MicroBatch:
     """A micro-batch: rows of one forward pass. Every row starts with its prompt; padding is on the right."""
 
     rows: tuple[int, ...]  # [B] index of each row among the samples that this process trains

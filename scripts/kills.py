@@ -89,8 +89,8 @@ class Kill:
 COMMON = (
     ("between completions", f"after:{JOURNAL}:Journal.answered:5@3"),
     ("in half a record of the journal", f"half:{FRAMES}:append_bytes:9@4"),
-    ("before any reward", "before:rlgen.rewards.early:EarlyScoring.result:1@5"),
-    ("after all rewards", "after:rlgen.rewards.early:EarlyScoring.result:1@3"),
+    ("before any reward", "before:rlgen.rewards.score:EarlyScoring.result:1@5"),
+    ("after all rewards", "after:rlgen.rewards.score:EarlyScoring.result:1@3"),
     ("inside of backward", f"half:{UPDATE}:Updater._backward:1@4"),
     ("between backward and optimizer", f"before:{UPDATE}:Updater._step:1@5"),
     ("after the optimizer", "after:torch.optim.adamw:AdamW.step:1@4"),
@@ -131,7 +131,7 @@ KILLS = [
             ("in mid-generation", "half:rlgen.engines.server:ServerEngine._sample:1@5"),
             ("in half a record of the journal", f"half:{FRAMES}:append_bytes:4@5"),
             ("in the first step", f"after:{JOURNAL}:Journal.answered:20@1"),
-            ("before any reward", "before:rlgen.rewards.early:EarlyScoring.result:1@3"),
+            ("before any reward", "before:rlgen.rewards.score:EarlyScoring.result:1@3"),
             ("after the optimizer", "after:torch.optim.adamw:AdamW.step:1@3"),  # others have nothing to learn
             ("after the sync", f"after:{LOOP}:send_weights:1@3"),
             ("between metrics and save", f"after:{FILES}:RunDirectory.write_metrics:1@4"),
@@ -146,7 +146,7 @@ KILLS = [
             ("while four steps are sampled", f"after:{JOURNAL}:Journal.answered:3@4"),
             ("in half a record of the journal", f"half:{FRAMES}:append_bytes:4@5"),
             ("in the first step", f"after:{JOURNAL}:Journal.answered:20@1"),
-            ("before any reward", "before:rlgen.rewards.early:EarlyScoring.result:1@3"),
+            ("before any reward", "before:rlgen.rewards.score:EarlyScoring.result:1@3"),
             ("inside of backward", f"half:{UPDATE}:Updater._backward:1@6"),
             ("after the optimizer", "after:torch.optim.adamw:AdamW.step:1@5"),
             ("before the sync", f"before:{LOOP}:send_weights:1@7"),

@@ -41,10 +41,10 @@ class Laps:
 
 def toggle(laps: Laps) -> None:
     """Takes checkpoints, journal and reward processes out of rlgen, in this process, while `laps.has` is false."""
+    from rlgen.rewards.score import Scorer
     from rlgen.rollout.journal import Journal
     from rlgen.trainers import loop
     from rlgen.trainers.saving import Saver
-    from rlgen.worker_pool.pool import Pool
     from rlgen.worker_pool.source import Loaded
     from rlgen.worker_pool.stream import CallOutcome
     from rlgen.worker_pool.worker import WorkerCall
@@ -54,8 +54,8 @@ def toggle(laps: Laps) -> None:
     class Here:
         """Instead of a `CallStream`: calls in this process."""
 
-        def __init__(self, pool: Pool) -> None:
-            loaded[:] = loaded or [source.load() for source in pool._sources]
+        def __init__(self, scorer: Scorer) -> None:
+            loaded[:] = loaded or [source.load() for pool in scorer.pools for source in pool._sources]
             self.calls: list[WorkerCall] = []
 
         def add(self, calls: Sequence[WorkerCall]) -> None:
@@ -70,7 +70,7 @@ def toggle(laps: Laps) -> None:
 
     Journal.retire = lambda *_: None  # type: ignore[method-assign]  # what stays in the journal shows which steps had one
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [
-        (Pool, "open", Here),
+        (Scorer, "open", Here),
         (Journal, "answered", lambda *_: None),
         (Journal, "append", lambda *_: None),
         (Journal, "score", lambda journal, step, groups, scorer: scorer(list(groups))),

@@ -44,7 +44,7 @@ from rlgen.run.records import sample_metrics, staleness_metrics
 from rlgen.sentinel.bounds import Bounds
 from rlgen.sentinel.probe import Probe, TrainerSide
 from rlgen.sentinel.watch import Watch
-from rlgen.trainers.window import Window
+from rlgen.trainers.train_batch import TrainBatch
 from rlgen.types import Completion, Group, Prompt, Samples, Sampling, ids_of, logp_of, one_span
 
 WORLD, PROMPTS, GROUP, TOKENS, PROMPT_TOKENS = 64, 512, 16, 8192, 512
@@ -190,15 +190,17 @@ def learn(table: Table, groups: Sequence[Group], processes: Processes) -> None:
     algorithm = build_algorithm(GRPORecipe())
     samples = table.stage("samples to columns", lambda: Samples.of(rewarded), tokens)
     rows = table.stage("the table of all rows", lambda: RowTable.gather(samples, processes), tokens)
-    signal = table.stage("advantages", lambda: algorithm.advantages(rows.scores({"right": 1.0})), tokens)
-    window = table.stage(
-        "rows dealt, sent and received", lambda: Window.of(rows, samples, signal, 0.0, 16384, processes, False), tokens
+    advantages = table.stage("advantages", lambda: algorithm.advantages(rows.scores({"right": 1.0})), tokens)
+    train_batch = table.stage(
+        "rows dealt, sent and received", lambda: TrainBatch.of(rows, samples, advantages, 0.0, 16384, processes, False), tokens
     )
-    batches = table.stage("micro-batches", lambda: [collate(window.samples, one, CPU) for one in window.micro_batches], tokens)
+    batches = table.stage(
+        "micro-batches", lambda: [collate(train_batch.samples, one, CPU) for one in train_batch.micro_batches], tokens
+    )
     parts = table.stage(
-        "log-probs kept, weights and drift", lambda: [drift(window, batch, algorithm) for batch in batches], tokens
+        "log-probs kept, weights and drift", lambda: [drift(train_batch, batch, algorithm) for batch in batches], tokens
     )
-    table.stage("metrics of the drift", lambda: Mismatch.of_window(parts).metrics(processes.total), tokens)
+    table.stage("metrics of the drift", lambda: Mismatch.of_train_batch(parts).metrics(processes.total), tokens)
     nobody: Any = None  # the look compares numbers; neither a model nor an engine is asked while they agree
     watch = Watch(
         probe=Probe(
@@ -217,19 +219,19 @@ def learn(table: Table, groups: Sequence[Group], processes: Processes) -> None:
         drain=lambda: None,
         say=print,
     )
-    window.frozen["old_at_sampling"] = torch.from_numpy(window.samples.sampler_logp.values) + 1e-6
-    table.stage("the sentinel's look", lambda: watch(window.samples, window.flat("old_at_sampling"), 1), tokens)
+    train_batch.frozen["old_at_sampling"] = torch.from_numpy(train_batch.samples.sampler_logp.values) + 1e-6
+    table.stage("the sentinel's look", lambda: watch(train_batch.samples, train_batch.flat("old_at_sampling"), 1), tokens)
     table.stage("metrics of the samples", lambda: (sample_metrics(rows), staleness_metrics(rows, 0, 0)), tokens)
 
 
-def drift(window: Window, batch: Any, algorithm: Any) -> Mismatch:
+def drift(train_batch: TrainBatch, batch: Any, algorithm: Any) -> Mismatch:
     """What the updater does of a micro-batch besides the model and the loss."""
     logp = batch.sampler_logp + 1e-6
-    window.put("old_logp", batch, logp)
-    window.put("old_at_sampling", batch, logp)
-    old = window.get("old_at_sampling", batch)
+    train_batch.put("old_logp", batch, logp)
+    train_batch.put("old_at_sampling", batch, logp)
+    old = train_batch.get("old_at_sampling", batch)
     weight = importance_weight(old, batch.sampler_logp, batch.mask, algorithm.correction)
-    window.get("old_logp", batch)
+    train_batch.get("old_logp", batch)
     return Mismatch.of(logp, batch.sampler_logp, weight, batch.mask, algorithm.correction)
 
 

@@ -39,8 +39,8 @@ from rlgen.sentinel.probe import FEWER_TOKENS
 from rlgen.sentinel.rungs import climb
 from rlgen.sentinel.verdict import failed
 from rlgen.setup.data import open_data
-from rlgen.setup.pair import open_pair
 from rlgen.setup.probe import probe_of, toy_gradient
+from rlgen.setup.trainer_and_engine import open_trainer_and_engine
 from rlgen.types import WHOLE, Sample
 
 TABLE = Path(__file__).parent / "sweep.json"
@@ -99,9 +99,9 @@ def examine(folder: Path, engine: str, attention: str = "eager") -> Result:
     """
     recipe = recipe_for(folder, engine)
     data = open_data(recipe)
-    with closing(open_pair(data.recipe, data, None, Processes.alone(), folder, print)) as pair:
-        probe = probe_of(data.recipe, pair)
-        rungs = list(climb(probe, toy_gradient(data.recipe, pair, probe)))
+    with closing(open_trainer_and_engine(data.recipe, data, None, Processes.alone(), folder, print)) as both:
+        probe = probe_of(data.recipe, both)
+        rungs = list(climb(probe, toy_gradient(data.recipe, both, probe)))
         wrong = failed(rungs)
         if wrong is not None:
             raise wrong.error()

@@ -16,6 +16,7 @@ import pytest
 import torch
 from helpers import paths
 from helpers.recipes import recipe_for
+from helpers.scoring import opened, scorer
 from helpers.slow import slow_but
 from helpers.waiting import HANGS
 from hypothesis import HealthCheck, settings
@@ -32,6 +33,7 @@ from rlgen.processes import Processes
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.sentinel.sync import send_weights
 
+__all__ = ["opened", "scorer"]  # fixtures
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 
@@ -174,11 +176,7 @@ def open_server(name: str) -> Engine:
 
 
 # Every promise of `Engine` is tested on each.
-OPENERS: dict[str, Callable[[str], Engine]] = {
-    "colocated": open_vllm,
-    "transformers": open_transformers,
-    "server": open_server,
-}
+OPENERS: dict[str, Callable[[str], Engine]] = {"colocated": open_vllm, "transformers": open_transformers, "server": open_server}
 
 
 @pytest.fixture(scope="module", params=slow_but(OPENERS, "colocated", "transformers"))

@@ -105,11 +105,8 @@ def test_what_was_run_and_left_out_is_read_from_the_report(tmp_path: Path) -> No
     (tmp_path / "r.xml").write_text(
         f"<testsuites><testsuite>{''.join(case.format(*one) for one in cases)}</testsuite></testsuites>"
     )
-    assert ci_slow.told(tmp_path / "r.xml") == {
-        "tests/a.py": (2, 1, 3.5),
-        "tests/b.py": (0, 1, 0.0),
-        "tests/c.py": (1, 0, 0.25),
-    }
+    found = {"tests/a.py": (2, 1, 3.5), "tests/b.py": (0, 1, 0.0), "tests/c.py": (1, 0, 0.25)}
+    assert ci_slow.told(tmp_path / "r.xml") == found
 
 
 @pytest.mark.parametrize("passes", slow_but([True, False], False))

@@ -27,7 +27,7 @@ FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OWN_TESTS = {
     "environments": "tests/tools/test_tools_page.py",
     "first-run": "tests/test_first_run.py",
-    "judges": "tests/rewards/test_judges_page.py",
+    "judges": "tests/rewards/test_page.py",
     "python": "tests/test_python.py",
     "rewards": "tests/rewards/test_page.py",
     "rollouts": "tests/rollout/test_custom.py",

@@ -1,9 +1,6 @@
 """Every default way through training is gone, two steps of it, by a test of `make test`: no two values meet first on a GPU."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +13,7 @@ from helpers import paths
 from helpers.paths import AXES, Way
 from helpers.rollouts import rollout_rows
 from helpers.runs import bare_run
+from helpers.torchrun import launch, well
 from helpers.waiting import HANGS
 
 from rlgen.cli.train import train_command
@@ -30,18 +28,14 @@ DECLARED = list(paths.declared(ROOT / "tests"))
 def recipe_of(way: Way, folder: Path, **server: Any) -> Path:
     """Writes the recipe of a way. `server`: instead of the one that it launches."""
     trainer, engine, processes, dtype, rows, trained = way
-    settings: dict[str, dict[str, Any]] = {
-        "colocated": {},
-        "transformers": {},
-        "server": server or {"launch": True, "max_model_len": 128, "max_num_seqs": 8},
-    }
+    settings = (server or {"launch": True, "max_model_len": 128, "max_num_seqs": 8}) if engine == "server" else {}
     recipe = {
         "run": {"name": "run", "steps": 2},
         "model": {"path": "tiny:qwen3", "dtype": dtype, "lora": {} if trained == "lora" else None},
         "data": {"source": "task:sort", "chat": True, "max_prompt_tokens": 64},
         "rewards": [{"use": "spread.py:spread"}],
         "rollout": {"prompts_per_step": 4, "group_size": 2, "max_completion_tokens": 12},
-        "engine": {"kind": engine, **settings[engine]},
+        "engine": {"kind": engine, **settings},
         "trainer": {"kind": trainer},
         "optim": {"learning_rate": 1e-3, "packing": None if rows == "packed" else False},
         "processes": {"strategy": "ddp" if processes == "one process" else processes},
@@ -109,7 +103,8 @@ def test_two_processes(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     (server,) = start_servers(server_plans(launches, locate("tiny:qwen3")), token, [tmp_path / "server.log"], HANGS)
     try:
         recipes = [recipe_of(way, tmp_path, url=server.url) for way in ways]
-        train_together(recipes, RLGEN_SERVER_TOKEN=token)
+        worker = ROOT / "tests" / "path_worker.py"
+        well(launch(worker, *recipes, timeout=HANGS, RLGEN_SERVER_TOKEN=token))
     finally:
         server.stop()
     for recipe in recipes:
@@ -122,15 +117,6 @@ def test_two_processes(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     for ours, theirs in zip(read_jsonl(two / "metrics.jsonl"), read_jsonl(one / "metrics.jsonl"), strict=True):
         for key in ("loss", "grad_norm", "reward/mean", "tokens/trained"):
             assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), (ours["step"], key)
-
-
-def train_together(recipes: list[Path], **environment: str) -> None:
-    """Trains recipes one after another in two processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(ROOT / "tests" / "path_worker.py"), *map(str, recipes)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=HANGS, env=environment)
-    assert ended.returncode == 0, ended.stderr[-3000:]
 
 
 def test_every_two_values_meet() -> None:

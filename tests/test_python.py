@@ -28,7 +28,7 @@ PAGE = (ROOT / "rlgen" / "docs" / "python.md").read_text()
 READ, WATCH, REINFORCE, SQUARED = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 OWN = """\
 import torch
-from rlgen.algorithms.base import PolicyGradient, Signal
+from rlgen.algorithms.base import PolicyGradient, Advantages
 from rlgen.losses.advantages import group_advantages, without_signal
 from rlgen.losses.masking import select
 
@@ -36,7 +36,7 @@ class Own(PolicyGradient):
     divides_by = "tokens"
     def advantages(self, scores):
         found = group_advantages(scores.rewards, scores.group_ids, "none")
-        return Signal.of_policy(found, without_signal(scores.rewards, scores.group_ids), scores, self.recipe)
+        return Advantages.of_policy(found, without_signal(scores.rewards, scores.group_ids), scores, self.recipe)
     def loss(self, x):
         logp, mask = x.policy_logp, x.mask
         {body}

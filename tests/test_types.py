@@ -39,15 +39,11 @@ def same(one: Sample, other: Sample) -> bool:
     return replace(one, sampler_logp=logp[0]) == replace(other, sampler_logp=logp[1])
 
 
-def test_rows_come_out_as_they_went_in() -> None:
+def test_rows_come_out_as_they_went_in_and_are_views() -> None:
     columns = Samples.of(rows())
     assert columns.labels == ("a", "b") and len(columns) == 4
     assert all(same(columns[place], row) for place, row in enumerate(rows()))
     assert (columns.completion_ids.values.dtype, columns.sampler_logp.values.dtype) == (np.int32, np.float32)
-
-
-def test_a_row_is_a_view() -> None:
-    columns = Samples.of(rows())
     columns.completion_ids.values[0] = 77
     assert columns[0].completion_ids[0] == 77
 

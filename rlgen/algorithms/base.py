@@ -29,8 +29,8 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Signal:
-    """The training signal of the samples of a step: advantages, and which rows count and train."""
+class Advantages:
+    """The advantages of the samples of a step, and which rows count and train."""
 
     advantages: Tensor  # [B] float64
     counted: Tensor  # [B] bool: rows in the denominators of the loss
@@ -38,8 +38,8 @@ class Signal:
     pair_id: Tensor  # [B] the two rows of a pair share it; -1: in no pair
 
     @classmethod
-    def of_policy(cls, advantages: Tensor, silent: Tensor, scores: Scores, recipe: PolicyRecipe) -> "Signal":
-        """Returns the signal of a policy-gradient algorithm, in which no rows are paired.
+    def of_policy(cls, advantages: Tensor, silent: Tensor, scores: Scores, recipe: PolicyRecipe) -> "Advantages":
+        """Returns the advantages of a policy-gradient algorithm, in which no rows are paired.
 
         Args:
             advantages: [B] float64.
@@ -50,6 +50,9 @@ class Signal:
         trained = counted & ~scores.truncated if recipe.mask_truncated else counted
         alone = torch.full_like(scores.group_ids, -1)
         return cls(advantages=advantages, counted=counted, trained=trained, pair_id=alone)
+
+
+Signal = Advantages  # the old name, for algorithms that import it
 
 
 def loss_distribution(algorithm: "Algorithm", sampled: Distribution) -> Distribution:
@@ -81,7 +84,7 @@ class Algorithm(Protocol):
     @property
     def divides_by(self) -> Denominator: ...  # the count of `Totals` under the loss; an entropy bonus divides by the tokens
 
-    def advantages(self, scores: Scores) -> Signal: ...
+    def advantages(self, scores: Scores) -> Advantages: ...
 
     def loss(self, x: LossInputs) -> tuple[Tensor, Stats]: ...
 

@@ -18,7 +18,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from rlgen.algorithms.base import Denominator, PolicyGradient, Scores, Signal, kl_of, rewards_less_kl
+from rlgen.algorithms.base import Advantages, Denominator, PolicyGradient, Scores, kl_of, rewards_less_kl
 from rlgen.losses.advantages import gdpo_advantages, group_advantages, without_signal
 from rlgen.losses.inputs import LossInputs, Stats
 from rlgen.losses.policy import Objective, policy_loss
@@ -35,7 +35,7 @@ class GRPO(PolicyGradient):
 
     recipe: GRPORecipe
 
-    def advantages(self, scores: Scores) -> Signal:
+    def advantages(self, scores: Scores) -> Advantages:
         """Returns the advantages of the rows; rewards are combined before or after normalisation, as the recipe says."""
         recipe, ids = self.recipe, scores.group_ids
         if recipe.combine_rewards == "normalize_then_sum":
@@ -46,7 +46,7 @@ class GRPO(PolicyGradient):
             rewards = rewards_less_kl(scores.rewards, scores, recipe)
             advantages = group_advantages(rewards, ids, recipe.scale_rewards)
             silent = without_signal(rewards, ids)
-        return Signal.of_policy(advantages, silent, scores, recipe)
+        return Advantages.of_policy(advantages, silent, scores, recipe)
 
     @property
     def divides_by(self) -> Denominator:

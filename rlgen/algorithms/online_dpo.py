@@ -17,7 +17,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from rlgen.algorithms.base import Denominator, Scores, Signal, correction_of
+from rlgen.algorithms.base import Advantages, Denominator, Scores, correction_of
 from rlgen.losses.correction import Correction
 from rlgen.losses.inputs import LossInputs, Stats
 from rlgen.losses.preference import dpo_loss, select_pairs
@@ -41,7 +41,7 @@ class OnlineDPO:
     def correction(self) -> Correction:
         return correction_of(self.recipe.correction)
 
-    def advantages(self, scores: Scores) -> Signal:
+    def advantages(self, scores: Scores) -> Advantages:
         """Returns +1 for the chosen row of a pair and -1 for the rejected; rows without a pair are not trained."""
         chosen, rejected = select_pairs(
             scores.rewards - self.recipe.missing_eos_penalty * scores.truncated,
@@ -55,7 +55,7 @@ class OnlineDPO:
         advantages[chosen], advantages[rejected] = 1.0, -1.0
         pair_id = torch.full_like(scores.group_ids, -1)
         pair_id[chosen] = pair_id[rejected] = torch.arange(len(chosen))
-        return Signal(advantages=advantages, counted=pair_id >= 0, trained=pair_id >= 0, pair_id=pair_id)
+        return Advantages(advantages=advantages, counted=pair_id >= 0, trained=pair_id >= 0, pair_id=pair_id)
 
     def loss(self, x: LossInputs) -> tuple[Tensor, Stats]:
         """Returns the preference loss of a micro-batch."""

@@ -8,7 +8,7 @@ but three:
 
         def advantages(self, scores):
             centred = group_advantages(scores.rewards, scores.group_ids, "none")
-            return Signal.of_policy(centred, without_signal(scores.rewards, scores.group_ids), scores, self.recipe)
+            return Advantages.of_policy(centred, without_signal(scores.rewards, scores.group_ids), scores, self.recipe)
 
         def loss(self, x):
             token_BT = -x.weight * x.advantages[:, None].to(x.policy_logp) * select(x.mask, x.policy_logp)
@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from rlgen.algorithms.base import Algorithm, Denominator, Scores, Signal
+from rlgen.algorithms.base import Advantages, Algorithm, Denominator, Scores
 from rlgen.errors import CodeError, RlgenError
 from rlgen.losses.correction import Correction
 from rlgen.losses.inputs import LossInputs, Stats, Totals
@@ -72,12 +72,16 @@ class OwnAlgorithm:
         own.tried()
         return own
 
-    def advantages(self, scores: Scores) -> Signal:
-        signal = called(self.use, "advantages", lambda: self.algorithm.advantages(scores))
+    def advantages(self, scores: Scores) -> Advantages:
+        advantages = called(self.use, "advantages", lambda: self.algorithm.advantages(scores))
         rows = scores.rewards.shape
-        if not isinstance(signal, Signal) or signal.advantages.shape != rows or not signal.advantages.isfinite().all():
-            raise CodeError(f"trainer.use: {self.use}.advantages must return a Signal with a finite advantage for each row")
-        return signal
+        if (
+            not isinstance(advantages, Advantages)
+            or advantages.advantages.shape != rows
+            or not advantages.advantages.isfinite().all()
+        ):
+            raise CodeError(f"trainer.use: {self.use}.advantages must return Advantages with a finite advantage for each row")
+        return advantages
 
     def loss(self, x: LossInputs) -> tuple[Tensor, Stats]:
         found = called(self.use, "loss", lambda: self.algorithm.loss(x))
@@ -87,15 +91,15 @@ class OwnAlgorithm:
 
     def tried(self) -> None:
         """Tries the loss on random rows: whole, whole again, and in two micro-batches. Raises CodeError with the numbers."""
-        window = trial_window(self)
-        value, gradient = gradient_of(self, window, range(ROWS))
-        again, same = gradient_of(self, window, range(ROWS))
-        first = 2 if (window.pair_id >= 0).any() else 3  # a group may be split, a pair may not
-        parts = [gradient_of(self, window, rows) for rows in (range(first), range(first, ROWS))]
+        inputs = trial_inputs(self)
+        value, gradient = gradient_of(self, inputs, range(ROWS))
+        again, same = gradient_of(self, inputs, range(ROWS))
+        first = 2 if (inputs.pair_id >= 0).any() else 3  # a group may be split, a pair may not
+        parts = [gradient_of(self, inputs, rows) for rows in (range(first), range(first, ROWS))]
         size = gradient.norm().clamp(min=1e-30)
         split = torch.cat([part for _, part in parts])
         distance, apart = ((split - gradient).norm() / size).item(), abs(sum(part for part, _ in parts) - value)
-        outside = gradient[~window.mask].abs().max().item()
+        outside = gradient[~inputs.mask].abs().max().item()
         why = None
         if not gradient.isfinite().all() or outside:
             why = f"its gradient is {outside:.3g} outside of the mask; pass log-probs through rlgen.losses.masking.select"
@@ -125,7 +129,7 @@ def called(use: str, what: str, function: Callable[[], Found]) -> Found:
         raise CodeError(f"trainer.use: {where} raised {described(error)} {user_line(error, use.rpartition(':')[0])}") from error
 
 
-def trial_window(algorithm: Algorithm) -> LossInputs:
+def trial_inputs(algorithm: Algorithm) -> LossInputs:
     """Returns random rows in float64, three groups of two, with NaN outside of the mask."""
     draw = torch.Generator().manual_seed(0)
 
@@ -135,7 +139,7 @@ def trial_window(algorithm: Algorithm) -> LossInputs:
     groups, lengths = torch.arange(ROWS) // 2, 1 + torch.arange(ROWS) % TOKENS
     mask = torch.arange(TOKENS)[None] < lengths[:, None]
     rewards = torch.randn(ROWS, generator=draw, dtype=torch.float64)
-    signal = algorithm.advantages(
+    advantages = algorithm.advantages(
         Scores(
             rewards=rewards,
             columns=rewards[:, None],
@@ -156,23 +160,25 @@ def trial_window(algorithm: Algorithm) -> LossInputs:
         **{"ref_logp": None, **inputs},
         mask=mask,
         kept=mask,
-        advantages=signal.advantages,
+        advantages=advantages.advantages,
         weight=near(torch.ones(ROWS, TOKENS, dtype=torch.float64)).masked_fill(~mask, 1.0),
         group_tokens=lengths.view(-1, 2).sum(1).repeat_interleave(2),
-        pair_id=signal.pair_id,
-        totals=Totals(sequences=ROWS, tokens=tokens, kept=tokens, prompts=ROWS // 2, pairs=int((signal.pair_id >= 0).sum()) // 2),
+        pair_id=advantages.pair_id,
+        totals=Totals(
+            sequences=ROWS, tokens=tokens, kept=tokens, prompts=ROWS // 2, pairs=int((advantages.pair_id >= 0).sum()) // 2
+        ),
         max_tokens=TOKENS,
         epoch=0.0,
     )
 
 
-def gradient_of(algorithm: Algorithm, window: LossInputs, rows: Sequence[int]) -> tuple[float, Tensor]:
-    """Returns the loss of these rows of the window, and its gradient [rows, TOKENS] in their log-probs."""
+def gradient_of(algorithm: Algorithm, inputs: LossInputs, rows: Sequence[int]) -> tuple[float, Tensor]:
+    """Returns the loss of these rows, and its gradient [rows, TOKENS] in their log-probs."""
     index = torch.tensor(rows)
     taken: dict[str, Any] = {
-        one.name: value[index] for one in fields(LossInputs) if isinstance(value := getattr(window, one.name), Tensor)
+        one.name: value[index] for one in fields(LossInputs) if isinstance(value := getattr(inputs, one.name), Tensor)
     }
     logp = taken["policy_logp"].requires_grad_()
-    loss, _ = algorithm.loss(replace(window, **taken))
+    loss, _ = algorithm.loss(replace(inputs, **taken))
     gradient = torch.autograd.grad(loss, logp, allow_unused=True)[0] if loss.requires_grad else None
     return loss.item(), torch.zeros_like(logp) if gradient is None else gradient

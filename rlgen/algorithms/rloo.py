@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rlgen.algorithms.base import Denominator, PolicyGradient, Scores, Signal, kl_of, rewards_less_kl
+from rlgen.algorithms.base import Advantages, Denominator, PolicyGradient, Scores, kl_of, rewards_less_kl
 from rlgen.losses.advantages import normalized, rloo_advantages, without_signal
 from rlgen.losses.inputs import LossInputs, Stats
 from rlgen.losses.policy import Objective, policy_loss
@@ -33,14 +33,14 @@ class RLOO(PolicyGradient):
     recipe: RLOORecipe
     divides_by: ClassVar[Denominator] = "sequences"
 
-    def advantages(self, scores: Scores) -> Signal:
+    def advantages(self, scores: Scores) -> Advantages:
         """Returns leave-one-out advantages of the rewards, after clipping and KL, normalised if the recipe says so."""
         clip = self.recipe.reward_clip
         rewards = rewards_less_kl(scores.rewards if clip is None else scores.rewards.clamp(*clip), scores, self.recipe)
         advantages = rloo_advantages(rewards, scores.group_ids)
         if self.recipe.normalize_advantages:
             advantages = normalized(advantages, ~rewards.isnan())
-        return Signal.of_policy(advantages, without_signal(rewards, scores.group_ids), scores, self.recipe)
+        return Advantages.of_policy(advantages, without_signal(rewards, scores.group_ids), scores, self.recipe)
 
     def loss(self, x: LossInputs) -> tuple[Tensor, Stats]:
         """Returns the loss of a micro-batch."""

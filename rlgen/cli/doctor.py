@@ -81,20 +81,20 @@ def climbed(recipe: Recipe, logs: Path, say: Say, processes: "Processes") -> "tu
     from rlgen.run.manifest import check_model_files
     from rlgen.sentinel.rungs import climb
     from rlgen.setup.data import open_data
-    from rlgen.setup.pair import open_pair
     from rlgen.setup.probe import probe_of, toy_gradient
+    from rlgen.setup.trainer_and_engine import open_trainer_and_engine
 
     processes.on_main(lambda: check_model_files(Path(recipe.model.path)), keepalive=True)
     data = processes.main_first(lambda: open_data(recipe))
     recipe = data.recipe
     for notice in (*data.notices, *(f"warning: {warning}" for warning in data.warnings)):
         say(notice)
-    with closing(open_pair(recipe, data, None, processes, logs, say)) as pair:
-        facts = pair.engine.facts()
+    with closing(open_trainer_and_engine(recipe, data, None, processes, logs, say)) as both:
+        facts = both.engine.facts()
         versions = versions_of(facts.engine, facts.runner)
         say(", ".join(f"{name} {value}" if name != "engine" else value for name, value in versions.items()))
-        rungs, probe = [], probe_of(recipe, pair)
-        for rung in climb(probe, toy_gradient(recipe, pair, probe)):
+        rungs, probe = [], probe_of(recipe, both)
+        for rung in climb(probe, toy_gradient(recipe, both, probe)):
             rungs.append(rung)
             say(f"{rung.number}  {rung.name:<{WIDTH}}  {rung.verdict.upper():<14}  {measurements(rung)}".rstrip())
             say(f"   {rung.sentence}")

@@ -11,6 +11,7 @@ import re
 import secrets
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -29,7 +30,6 @@ from rlgen.recipe.engines import ServerEngineRecipe
 from rlgen.run.find import holds_run
 from rlgen.run.launch import IN_CLUSTER
 from rlgen.run.signals import StopRequest
-from rlgen.setup.reopen import TrainOptions
 
 # Variables of the caller that the run's processes get. They travel as arguments of a call, which Ray does not show.
 PASSED_ON = re.compile(r"(RLGEN|HF|HUGGINGFACE|TRANSFORMERS|WANDB|MLFLOW|TRACKIO|VLLM|NCCL|GLOO|OMP|TORCH)_\w+|PYTHONPATH|TERM")
@@ -38,6 +38,7 @@ KILLED, INTERRUPTED = 128, 130  # exit codes above KILLED are of processes that 
 ENDING = 30.0  # seconds for the others to end by themselves when one process of the run has ended
 TAIL = 4000  # bytes of its last output that are kept of each process
 TICK = 0.2  # seconds
+CONNECT = 10.0  # seconds for the head of the cluster to answer
 RAY_THREAD = "ray_listen_error_messages"
 
 
@@ -61,7 +62,17 @@ class Place:
         return f"{self.name} on {self.host} " + ("is lost" if self.code is None else f"ended with exit code {self.code}")
 
 
-def train_on_cluster(loaded: LoadedRecipe, options: TrainOptions, say: Callable[[str], None], stop: StopRequest) -> Path:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """What `rlgen train` was called with."""
+
+    recipe: Path  # absolute
+    overrides: Sequence[str]  # "section.key=value"
+    first: Sequence[str]  # its other options
+    again: Sequence[str]  # those with which a later attempt goes on
+
+
+def train_on_cluster(loaded: LoadedRecipe, command: Command, say: Callable[[str], None], stop: StopRequest) -> Path:
     """Trains as `train` does, with the processes on the nodes of the recipe's cluster. Returns the run's folder.
 
     Raises:
@@ -73,8 +84,8 @@ def train_on_cluster(loaded: LoadedRecipe, options: TrainOptions, say: Callable[
     if find_spec("ray") is None:
         raise SetupError("cluster: Ray is not installed; run `pip install 'rlgen[ray]'` on all nodes")
     recipe = loaded.recipe
-    with redirect_stdout(WithoutRay(sys.stdout)):  # type: ignore[type-var]
-        code = on_ray(recipe, loaded.path, options, say, stop)
+    with redirect_stdout(WithoutRay(sys.stdout)):
+        code = on_ray(recipe, command, say, stop)
     if code:
         said = f"rank 0 ended with exit code {code}"
         ended = Stopped(said, recipe.run_path) if code == Stopped.exit_code else RlgenError(said)
@@ -83,20 +94,25 @@ def train_on_cluster(loaded: LoadedRecipe, options: TrainOptions, say: Callable[
     return recipe.run_path
 
 
-def on_ray(recipe: Recipe, path: Path, options: TrainOptions, say: Callable[[str], None], stop: StopRequest) -> int:
+def on_ray(recipe: Recipe, command: Command, say: Callable[[str], None], stop: StopRequest) -> int:
     """Connects to the cluster, and returns the exit code of rank 0."""
     import ray
 
     assert recipe.cluster is not None
+    address = recipe.cluster.address
+    address = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
     try:
-        ray.init(address=recipe.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, ValueError) as error:
+        if ":" in address:  # Ray itself would try for minutes
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host, int(port)), timeout=CONNECT).close()
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, ValueError) as error:
         raise ProcessError(
-            f"cluster.address: no Ray cluster at {recipe.cluster.address}; run `ray start --head` on one machine and"
+            f"cluster.address: no Ray cluster at {address}; run `ray start --head` on one machine and"
             " `ray start --address=HOST:6379` on the others, and start the run on one of them"
         ) from error
     try:
-        return Attempts(recipe, path, options, say, stop).run()
+        return Attempts(recipe, command, say, stop).run()
     finally:
         ray.shutdown()
 
@@ -119,8 +135,7 @@ class Attempts:
     """The attempts of one run: each starts all its processes anew."""
 
     recipe: Recipe
-    path: Path
-    options: TrainOptions
+    command: Command
     say: Callable[[str], None]
     stop: StopRequest
     token: str = field(default_factory=new_token)
@@ -133,7 +148,7 @@ class Attempts:
 
     def run(self) -> int:
         """Returns the exit code of rank 0, of the first attempt in which no process was lost."""
-        options = self.options
+        options = self.command.first
         for attempt in range(self.settings.restarts + 1):
             with self.placed() as (trainers, servers):
                 self.compare([*trainers, *servers])
@@ -150,7 +165,7 @@ class Attempts:
                     " newest checkpoint"
                 )
             self.say(f"cluster: {words}; starting again from the newest checkpoint")
-            options = self.options.again(resume=holds_run(self.recipe.run_path))
+            options = self.command.again if holds_run(self.recipe.run_path) else self.command.first
         raise AssertionError("unreachable")
 
     @contextmanager
@@ -203,7 +218,7 @@ class Attempts:
         folder.mkdir(parents=True, exist_ok=True)
         mark = folder.absolute() / f".cluster-{secrets.token_hex(4)}"
         mark.touch()
-        files = [str(self.path.absolute()), str(mark)]
+        files = [str(self.command.recipe), str(mark)]
         try:
             found = answers([one.actor.facts.remote(files) for one in places])
             for one, (host, _) in zip(places, answers([one.actor.address.remote() for one in places]), strict=True):
@@ -237,9 +252,9 @@ class Attempts:
                 raise EngineError(f"{one.words()} before it was ready: {last}")
         return urls
 
-    def start(self, trainers: Sequence[Place], urls: Sequence[str], options: TrainOptions) -> None:
+    def start(self, trainers: Sequence[Place], urls: Sequence[str], options: Sequence[str]) -> None:
         ((host, port),) = answers([trainers[0].actor.address.remote()])
-        words = ["train", *self.words(*([f"engine.url=[{', '.join(urls)}]"] if urls else [])), *options.words()]
+        words = ["train", *self.words(*([f"engine.url=[{', '.join(urls)}]"] if urls else [])), *options]
         launch = {"WORLD_SIZE": str(len(trainers)), "LOCAL_RANK": "0", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
         terminal = tuple(shutil.get_terminal_size()) if sys.stdout.isatty() else None
         for rank, one in enumerate(trainers):
@@ -248,8 +263,8 @@ class Attempts:
 
     def words(self, *more: str) -> list[str]:
         """Returns the recipe and the settings of each process of the run."""
-        settings = (*self.options.overrides, *more, "cluster=null")
-        return [str(self.path.absolute()), *(word for setting in settings for word in ("--set", setting))]
+        settings = (*self.command.overrides, *more, "cluster=null")
+        return [str(self.command.recipe), *(word for setting in settings for word in ("--set", setting))]
 
     def begin(
         self, one: Place, words: Sequence[str], more: Mapping[str, str] | None = None, terminal: tuple[int, ...] | None = None

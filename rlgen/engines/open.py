@@ -153,7 +153,7 @@ def server_plans(recipe: Recipe, location: str) -> list[ServerPlan]:
     if not isinstance(settings, ServerEngineRecipe):
         raise UsageError(f"engine.kind {settings.kind} has no server; set it to server")
     # Two servers that each have a thread for every core wait for each other: they load weights in 2.6 times the time of one. With
-    # `rollout.stream` the trainer works at the same time, on half of the cores, see `setup.learner.build_groups`.
+    # `rollout.stream` the trainer works at the same time, on half of the cores, see `setup.train_state.build_groups`.
     shared = (settings.servers > 1 or recipe.rollout.stream) and not plan.on_gpu and "OMP_NUM_THREADS" not in os.environ
     free = cores() - cores() // 2 if recipe.rollout.stream else cores()
     return [

@@ -94,9 +94,9 @@ LEAST, LARGEST = ("raw", "weight"), ("size", "raw", "weight")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """How far engine and trainer differ on some rows of a window, as sums that can be added to those of other rows.
+    """How far engine and trainer differ on some rows of a train batch, as sums that can be added to those of other rows.
 
-    All of it stays on the device that computed it until `of_window`, once for each window: no micro-batch waits for the device.
+    All of it stays on the device that computed it until `of_train_batch`, once a step: no micro-batch waits for the device.
 
     Rows with a NaN log-prob of the trainer are left out: the policy could not compute it, which says nothing about the engine. An
     infinite one stays: the engine sampled a token to which the policy gives probability 0.
@@ -159,8 +159,8 @@ class Mismatch:
         )
 
     @classmethod
-    def of_window(cls, parts: Sequence["Mismatch"]) -> "Mismatch":
-        """Adds up those of all micro-batches of a window, and brings them to the CPU."""
+    def of_train_batch(cls, parts: Sequence["Mismatch"]) -> "Mismatch":
+        """Adds up those of all micro-batches of a train batch, and brings them to the CPU."""
         if not parts:
             return cls.none()
         return cls(
@@ -171,7 +171,7 @@ class Mismatch:
         )
 
     def metrics(self, total: Total = alone) -> dict[str, float | None]:
-        """Returns the diagnostics of a window; a value is None if there is nothing to average.
+        """Returns the diagnostics of a train batch; a value is None if there is nothing to average.
 
         `sampler/*` are over tokens that the engine scored. Tokens come from the sampler, so plain means estimate
         KL(sampler || policy): `kl_k1`, and `kl`, its k3; `kl_reverse_*` estimate KL(policy || sampler) by the ratio.
@@ -181,7 +181,7 @@ class Mismatch:
         because the share over tokens can be high while that over rows collapses.
 
         Args:
-            total: reduction over all processes that hold rows of the window.
+            total: reduction over all processes that hold rows of the train batch.
         """
         of = dict(zip(SUMS, total(self.sums, "sum").tolist(), strict=True))
         least = dict(zip(LEAST, total(self.least, "min").tolist(), strict=True))

@@ -9,9 +9,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """Denominators: counts of the whole window (all rows of one optimizer step), over micro-batches and processes.
+    """Denominators: counts of the whole train batch (all rows of one optimizer step), over micro-batches and processes.
 
-    Because they do not depend on the split, the sum of the micro-batches' losses is the loss of the window.
+    Because they do not depend on the split, the sum of the micro-batches' losses is the loss of the train batch.
     A loss clamps the ones it divides by to at least 1. Totals(sequences=64, tokens=9132, kept=9132, prompts=8, pairs=0)
     """
 

@@ -33,7 +33,7 @@ def policy_loss(x: LossInputs, objective: Objective) -> tuple[Tensor, Stats]:
     entropy of the kept tokens.
 
     Returns:
-        The loss of these rows, and stats; the losses of all micro-batches of a window add up to the window's.
+        The loss of these rows, and stats; the losses of all micro-batches of a train batch add up to the train batch's.
     """
     terms = Terms.of(x)
     token, measured = objective.variant.loss(terms)
@@ -66,7 +66,7 @@ def policy_loss(x: LossInputs, objective: Objective) -> tuple[Tensor, Stats]:
 
 
 def row_coefficient(aggregation: Aggregation, x: LossInputs) -> Tensor:
-    """Returns the factor of each row's sum of token losses. Denominators are of the whole window.
+    """Returns the factor of each row's sum of token losses. Denominators are of the whole train batch.
 
     `seq_mean` (GRPO): 1 / (length * sequences); `token_mean` (DAPO): 1 / tokens; `fixed` (Dr. GRPO):
     1 / (sequences * max_tokens); `seq_sum` (RLOO): 1 / sequences; `prompt_mean` (ScaleRL, arXiv 2510.13786):

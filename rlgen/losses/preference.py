@@ -63,7 +63,7 @@ def candidates(ranked: Sequence[int], pairing: Pairing, group_id: int) -> list[t
 
 
 def dpo_loss(x: LossInputs, *, beta: float, loss: PreferenceLoss, lengths: Lengths) -> tuple[Tensor, Stats]:
-    """Returns the mean over all pairs of the window of a loss of h = (policy - ref) chosen - (policy - ref) rejected.
+    """Returns the mean over all pairs of the train batch of a loss of h = (policy - ref) chosen - (policy - ref) rejected.
 
     `sigmoid`: -log sigmoid(beta h) (DPO, arXiv 2305.18290). `ipo`: (h - 1 / (2 beta))^2 (arXiv 2310.12036). `hinge`:
     max(0, 1 - beta h) (SLiC-HF, arXiv 2305.10425; without gradient at 0). A pair with a row of importance weight 0 has no

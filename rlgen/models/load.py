@@ -7,17 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.distributed import DistributedConfig
 from transformers.utils.hub import is_offline_mode, try_to_load_from_cache
 
@@ -57,12 +48,12 @@ def locate(path: str) -> str:
 
 def load_tokenizer(location: str, revision: str | None) -> PreTrainedTokenizerBase:
     """Loads the tokenizer. Raises SetupError if there is none or it cannot be loaded."""
-    return from_files(AutoTokenizer, "tokenizer", location, revision)
+    return from_files(transformers.AutoTokenizer, "tokenizer", location, revision)
 
 
 def load_config(location: str, revision: str | None) -> PreTrainedConfig:
     """Loads the config. Raises SetupError if there is none, or if it needs the repository's own code."""
-    return from_files(AutoConfig, "config", location, revision)
+    return from_files(transformers.AutoConfig, "config", location, revision)
 
 
 def from_files(kind: Any, what: str, location: str, revision: str | None) -> Any:
@@ -173,7 +164,7 @@ def load_model(
         extra["distributed_config"] = DistributedConfig()
     try:
         config = load_config(location, revision)
-        kind = AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
+        kind = transformers.AutoModelForImageTextToText if reads_images(config) else transformers.AutoModelForCausalLM
         with nullcontext() if divide is None else before_values(divide):
             model, report = kind.from_pretrained(
                 location,
@@ -231,9 +222,9 @@ def quantized(kind: str, dtype: torch.dtype, device: torch.device) -> dict[str, 
             f'model.quantization: {kind} needs the package bitsandbytes: pip install "rlgen[bitsandbytes]", or remove the key'
         )
     if kind == "int8":
-        config = BitsAndBytesConfig(load_in_8bit=True)
+        config = transformers.BitsAndBytesConfig(load_in_8bit=True)
     else:
-        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+        config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
     return {"quantization_config": config, "device_map": {"": device}}
 
 
@@ -244,7 +235,7 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, location: str, revision: str | 
         SetupError: there is none, so no completion could end.
     """
     try:
-        configured = GenerationConfig.from_pretrained(location, revision=revision).eos_token_id
+        configured = transformers.GenerationConfig.from_pretrained(location, revision=revision).eos_token_id
     except OSError:  # many checkpoints have no generation config
         configured = None
     listed = [configured] if isinstance(configured, int) else list(configured or [])

@@ -165,10 +165,7 @@ def packed_experts(model: PreTrainedModel) -> list[str]:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
-    """Returns the adapted layers by the name that their weight has in the base model.
-
-    {"model.layers.0.self_attn.q_proj.weight": layer, ...}
-    """
+    """Returns the adapted layers by the name of their weight in the base model: {"layers.0.self_attn.q_proj.weight": ...}."""
     return {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
@@ -179,8 +176,7 @@ def is_adapted(model: nn.Module) -> bool:
 
 def factors(layer: LoraLayer) -> tuple[nn.Parameter, nn.Parameter]:
     """Returns A [rank, in] and B [out, rank]."""
-    first, second = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
-    return first, second  # type: ignore[return-value]
+    return layer.lora_A[NAME].weight, layer.lora_B[NAME].weight  # type: ignore[return-value]
 
 
 def adapter_names(name: str) -> tuple[str, str]:
@@ -195,10 +191,7 @@ def scale(layer: LoraLayer) -> float:
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Returns all trained tensors of the adapter by name, detached.
-
-    {"model.layers.0.self_attn.q_proj.lora_A.default.weight": ...}
-    """
+    """Returns all trained tensors of the adapter, detached: {"layers.0.self_attn.q_proj.lora_A.default.weight": ...}."""
     return {name: parameter.detach() for name, parameter in model.named_parameters() if in_adapter(name)}
 
 
@@ -208,10 +201,7 @@ def in_adapter(name: str) -> bool:
 
 
 def base_name(name: str) -> str:
-    """Returns the name that a tensor of an adapted model has in the base model.
-
-    "model.layers.0.mlp.up_proj.base_layer.weight" -> "model.layers.0.mlp.up_proj.weight"
-    """
+    """Returns the name in the base model: "layers.0.mlp.up_proj.base_layer.weight" -> "layers.0.mlp.up_proj.weight"."""
     return name.replace(".base_layer.", ".")
 
 
@@ -327,8 +317,7 @@ def adapter_metadata(folder: Path) -> dict[str, str]:
 
 def config_of(model: PreTrainedModel) -> LoraConfig:
     """Returns peft's configuration of the model's adapter."""
-    config: LoraConfig = model.peft_config[NAME]
-    return config
+    return model.peft_config[NAME]
 
 
 def file_name(name: str) -> str:

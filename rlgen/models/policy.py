@@ -22,7 +22,7 @@ from rlgen.models.packed_attention import PackedRows
 from rlgen.models.packing import make_packed, packed_states
 from rlgen.models.vision import Vision, round_pixels
 from rlgen.out_of_memory import is_out_of_memory, one_line
-from rlgen.types import Batch, Distribution
+from rlgen.types import Distribution, MicroBatch
 
 # Names that architectures give to what their logits are multiplied with, or divided by; `check_head` verifies the result.
 MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
@@ -164,11 +164,11 @@ class Policy(nn.Module):
             self.model.set_attn_implementation("sdpa")
         self.packed, self.unpacked = False, reason
 
-    def padding(self, batch: Batch) -> int:
+    def padding(self, batch: MicroBatch) -> int:
         """Returns the number of positions that a forward pass of `batch` computes for padding."""
         return 0 if self.packed else batch.input_ids.numel() - sum(batch.lengths[: len(batch.rows)])
 
-    def forward(self, batch: Batch, distributions: Sequence[Distribution], entropy: EntropyUse = "none") -> PolicyScores:
+    def forward(self, batch: MicroBatch, distributions: Sequence[Distribution], entropy: EntropyUse = "none") -> PolicyScores:
         """Computes log-probs of the completion's tokens, and entropies of the distributions that they were sampled from.
 
         Args:
@@ -186,7 +186,9 @@ class Policy(nn.Module):
         entropies = empty[0] if scores.entropy is None else empty[0].index_put((rows, columns), scores.entropy)
         return PolicyScores(logp, entropies, sure)
 
-    def scores_in(self, batch: Batch, distributions: Sequence[Distribution], held: torch.dtype, dtype: torch.dtype) -> Tensor:
+    def scores_in(
+        self, batch: MicroBatch, distributions: Sequence[Distribution], held: torch.dtype, dtype: torch.dtype
+    ) -> Tensor:
         """Computes log-probs in `dtype` instead of the policy's own dtype, with padding, from weights rounded to `held`.
 
         Returns:
@@ -216,11 +218,11 @@ class Policy(nn.Module):
             if packed:
                 self.model.set_attn_implementation(attention)
 
-    def logits(self, batch: Batch) -> Tensor:
+    def logits(self, batch: MicroBatch) -> Tensor:
         """Computes the logits [N, V] float32 of the N sampled tokens, before any temperature. Only for few rows."""
         return self.head.logits(self.hidden(batch).states, self.fp32_head)
 
-    def hidden(self, batch: Batch) -> Hidden:
+    def hidden(self, batch: MicroBatch) -> Hidden:
         """Computes the hidden states from which the head predicts the N sampled tokens."""
         with one_sequence_a_row():
             decoder, (rows, columns) = decoder_of(self.model), batch.places
@@ -233,7 +235,7 @@ class Policy(nn.Module):
                 states_NH = decoder(**self.inputs(batch), use_cache=False).last_hidden_state[rows, predicting]
         return Hidden(states_NH.to(self.dtype), rows, columns)
 
-    def inputs(self, batch: Batch) -> dict[str, Tensor]:
+    def inputs(self, batch: MicroBatch) -> dict[str, Tensor]:
         """Returns what the decoder computes from: ids, or their embeddings if a row has images."""
         if not any(batch.images):
             return {"input_ids": batch.input_ids}
@@ -247,7 +249,7 @@ class BasePolicy:
 
     policy: Policy
 
-    def __call__(self, batch: Batch, distributions: Sequence[Distribution], entropy: EntropyUse = "none") -> PolicyScores:
+    def __call__(self, batch: MicroBatch, distributions: Sequence[Distribution], entropy: EntropyUse = "none") -> PolicyScores:
         """Computes what `Policy.forward` does. Goes through the policy itself, which gathers its weights if it is sharded."""
         with without_adapter(self.policy.model):
             scores: PolicyScores = self.policy(batch, distributions, entropy)

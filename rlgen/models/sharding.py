@@ -67,11 +67,9 @@ def shard(policy: Policy, mesh: DeviceMesh) -> None:
 def send_gradients(policy: Policy, now: bool, defer: bool) -> None:
     """Sets whether the next backward pass is the last one of an update, after which the gradients must have been sent.
 
-    Groups of processes that hold the same shards add their gradients up after the last one only.
-
     Args:
         defer: nothing is sent before, and each process adds up whole gradients. Otherwise each backward pass sends the other
-            processes of the group their shards.
+            processes of the group their shards; only groups that hold the same shards add theirs up after the last one.
     """
     if isinstance(policy, FSDPModule):
         if defer:
@@ -95,15 +93,15 @@ def read_by_slices(model: PreTrainedModel, count: int) -> bool:
     Most mixtures of experts are stacked while they are loaded, and a process reads its experts only. Other conversions need whole
     tensors, and so does a stack of which a process would hold no expert.
     """
+
+    def keeps_rows(step: ConversionOps) -> bool:
+        """Returns whether a slice of the first dimension of what is made needs only that slice of what is taken."""
+        if isinstance(step, MergeModulelist):
+            return bool(step.dim == 0)
+        return isinstance(step, Concatenate) and bool(step.dim > 0)
+
     converters = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightConverter)]
     by_slices = all(keeps_rows(step) for converter in converters for step in converter.operations)
     stacks = [len(parameter) for parameter in model.parameters() if parameter.ndim == 3] if converters else []
     # torch gives each process as many rows, rounded up, and the last ones what is left.
     return by_slices and all((count - 1) * -(-rows // count) < rows for rows in stacks)
-
-
-def keeps_rows(step: ConversionOps) -> bool:
-    """Returns whether a slice of the first dimension of what a conversion makes needs only that slice of what it takes."""
-    if isinstance(step, MergeModulelist):
-        return bool(step.dim == 0)
-    return isinstance(step, Concatenate) and bool(step.dim > 0)

@@ -86,11 +86,7 @@ class Vision:
 
     @classmethod
     def open(cls, location: str, revision: str | None, config: PreTrainedConfig) -> "Vision":
-        """Loads the processor of the model at `location`.
-
-        Raises:
-            SetupError: there is none, or it cannot be loaded.
-        """
+        """Loads the processor of the model at `location`. Raises SetupError if it cannot."""
         try:
             processor = AutoProcessor.from_pretrained(location, revision=revision, trust_remote_code=False)
         except (OSError, ValueError, ImportError) as error:
@@ -101,8 +97,7 @@ class Vision:
     def ids(self, data: bytes) -> tuple[int, ...]:
         """Returns the ids that the processor writes for an image in place of its placeholder; they follow from its size.
 
-        Raises:
-            DataError: `data` is no image.
+        Raises DataError if `data` is no image.
         """
         image = decoded(data)
         if image.size not in self._by_size:

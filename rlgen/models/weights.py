@@ -18,13 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.linalg import vector_norm
 from transformers import PreTrainedModel
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-    revert_weight_conversion,
-)
+from transformers import core_model_loading as loading
 
 from rlgen.models.factors import FIRST, SCALE, SECOND
 from rlgen.models.lora import adapted_layers, base_name, factors, in_adapter, is_packed, merged_weight, scale
@@ -62,9 +56,8 @@ def merged_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 def base_digest(model: PreTrainedModel, gather: bool = True) -> str:
     """Returns the SHA-256 over names and bytes of `own_tensors`: for an adapted model, of its frozen base.
 
-    Args:
-        gather: of a sharded model, digest the whole tensors, gathered one by one by all processes, which must call this together;
-            otherwise this process's shards, without the others.
+    With `gather`, that of whole tensors: sharded ones are gathered one by one, and all processes must call this together.
+    Otherwise that of this process's shards.
     """
     digest = hashlib.sha256()
     for name, held in own_tensors(model).items():
@@ -94,11 +87,9 @@ def non_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
 
 
 def bits(model: PreTrainedModel, processes: Processes) -> str:
-    """Returns a digest of the trained parameters, equal for every sharding.
+    """Returns a digest of the trained parameters, equal for every sharding: of the sum of each one's bits, read as integers.
 
-    It hashes the sum of each parameter's bits, read as integers.
-
-    Its purpose is to notice after every step that weights differ in any bit; it is not secure against deliberate changes.
+    It is to notice after every step that weights differ in any bit; it is not secure against deliberate changes.
     """
     trained = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
     # Of equal shards in several processes only one counts.
@@ -122,10 +113,7 @@ def bit_sum(tensor: Tensor) -> Tensor:
 
 
 def layer_of(name: str) -> str:
-    """Returns the prefix of a name up to its layer number, or "" outside of layers.
-
-    "model.layers.3.mlp.experts.down_proj" -> "model.layers.3."
-    """
+    """Returns the layer of a name, or "". "model.layers.3.mlp.experts.down_proj" -> "model.layers.3." """
     found = re.match(r".*?\.\d+\.", name)
     return found[0] if found else ""
 
@@ -133,16 +121,15 @@ def layer_of(name: str) -> str:
 def checkpoint_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yields names and tensors as in the checkpoint that `from_pretrained` loaded `model` from, with adapters merged.
 
-    Most models keep their checkpoint's layout: the tensors are then the model's own. Others are converted layer by layer, so that
-    only one layer's experts are held twice at a time. Sharded tensors are gathered one by one: all processes must iterate over
-    all of them.
+    Models that are held in another layout are converted layer by layer, so that only one layer's experts are held twice at a
+    time. Sharded tensors are gathered one by one: all processes must iterate over all of them.
     """
     tensors = merged_tensors(model)
     if not model._weight_conversions:
         yield from ((name, whole(tensor)) for name, tensor in tensors)
         return
     for _, layer in groupby(tensors, key=lambda item: layer_of(item[0])):
-        yield from revert_weight_conversion(model, {name: whole(tensor) for name, tensor in layer}).items()
+        yield from loading.revert_weight_conversion(model, {name: whole(tensor) for name, tensor in layer}).items()
 
 
 def adapter_factors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -165,16 +152,13 @@ def checkpoint_name(model: PreTrainedModel, name: str) -> str:
     """Returns the name that a weight of `model`, which is held as in the checkpoint, has there."""
     if not model._weight_conversions:
         return name
-    (other,) = revert_weight_conversion(model, {name: torch.empty(1, 1, device="meta")})
+    (other,) = loading.revert_weight_conversion(model, {name: torch.empty(1, 1, device="meta")})
     return str(other)
 
 
 @contextmanager
 def gone_through(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
-    """Consumes the rest of `tensors` after the block, even if it failed.
-
-    Other processes gather the same tensors and would wait for this one.
-    """
+    """Consumes the rest of `tensors` after the block, even if it failed: other processes gather the same, and would wait."""
     try:
         yield
     finally:
@@ -189,13 +173,13 @@ def model_tensors(model: PreTrainedModel, weights: Iterable[tuple[str, Stored]])
     is converted: then the tensors that make one tensor of the model are read together.
     """
     conversions = model._weight_conversions or []
-    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
-    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+    renamings = [conversion for conversion in conversions if isinstance(conversion, loading.WeightRenaming)]
+    converters = [conversion for conversion in conversions if isinstance(conversion, loading.WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    packed: dict[str, WeightConverter] = {}
+    packed: dict[str, loading.WeightConverter] = {}
     # Files list expert 10 before expert 2; they are stacked in the order of this loop.
-    for name, tensor in sorted(weights, key=lambda item: dot_natural_key(item[0])):
-        own_name, pattern = rename_source_key(name, renamings, converters)
+    for name, tensor in sorted(weights, key=lambda item: loading.dot_natural_key(item[0])):
+        own_name, pattern = loading.rename_source_key(name, renamings, converters)
         if pattern is None:
             yield own_name, tensor
         else:

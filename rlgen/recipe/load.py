@@ -23,9 +23,8 @@ from rlgen.recipe.models import BUILT_IN_ENVIRONMENTS, BUILT_IN_REWARDS, Recipe
 from rlgen.recipe.notices import notices, warnings
 from rlgen.recipe.paths import absolute_paths, outside
 from rlgen.recipe.rules import Finding, contradictions
-from rlgen.recipe.secrets import secrets_in
 from rlgen.recipe.sizes import FOLLOWING, is_written
-from rlgen.recipe.source import MAX_PROBLEMS, MORE, apply_overrides, in_order, rank, read_source, rename
+from rlgen.recipe.source import MAX_PROBLEMS, MORE, apply_overrides, in_order, rank, read_source, rename, secrets_in
 
 SINGLE = ("environment", "rollout", "trainer")  # sections that are one function instead of a list
 # Built-in names by section; sections that are not listed have those of rewards.
@@ -58,7 +57,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), resolved: bool = Fals
         RecipeError: with all mistakes, in line order; those in overrides come last.
     """
     source = read_source(path)
-    data, places, problems = source.data, source.places, list(source.problems)
+    data, places, problems = source.data, source.places, source.problems
     problems += apply_overrides(data, places, overrides)
     renamed, twice = rename(data, places)
     problems += twice
@@ -80,8 +79,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), resolved: bool = Fals
         problems += [Problem(where(_path(one)), one.what, one.hint) for one in _findings(recipe, given)]
     problems += names
     told = {problem.where for problem in problems}
-    texts = {file: read.text for file, read in source.files.items()}
-    problems += [problem for problem in secrets_in(data, where, texts) if problem.where not in told]
+    problems += [problem for problem in secrets_in(source, where) if problem.where not in told]
     if recipe is not None and not problems:
         recipe, problems = absolute_paths(recipe, path, where)
     if problems or recipe is None:
@@ -102,9 +100,7 @@ def effective(recipe: Recipe) -> dict[str, Any]:
     open_sizes = [path for path in FOLLOWING if not is_written(recipe, path)]
     for path in (*open_sizes, *(finding.path for finding in inert(recipe))):
         *parents, key = path.split(".")
-        node: Any = data
-        for parent in parents:
-            node = node[int(parent)] if isinstance(node, list) else node[parent]
+        node = yaml.value_at(data, tuple(int(part) if part.isdigit() else part for part in parents))
         if node is not None:  # a section that the recipe leaves out
             node.pop(key, None)
     return data

@@ -80,17 +80,17 @@ def translate(details: ErrorDetails, data: dict[str, Any], where: yaml.Where, mo
         said = str(value).lower()
         hint = NULL if value is None else suggest(said, [said], None) if said in options else VALUES.get((name, said))
         hint = hint or suggest(str(value), options, None)
-        return Problem(place, f"{name}: {short(value)} is not one of {', '.join(options)}", hint)
+        return Problem(place, f"{name}: {quoted(value)} is not one of {', '.join(options)}", hint)
     if kind == "too_short" and isinstance(value, list | dict):
         example = EXAMPLES.get(_general(name))
         return Problem(place, f"{name}: is empty", example and f"such as `{example}`")
     if kind == "string_pattern_mismatch" and _general(name) in PATTERNS:
-        return Problem(place, f"{name}: {short(value)} must be {PATTERNS[_general(name)]}")
+        return Problem(place, f"{name}: {quoted(value)} must be {PATTERNS[_general(name)]}")
     quotes = kind == "string_type" and _general(name) not in INSTEAD
     what = ("must be text; put quotes around it" if quotes else PLAIN_WORDS.get(kind)) or details["msg"].removeprefix(
         "Value error, "
     ).replace("Input should", "must").replace("String should", "must")
-    return Problem(place, f"{name}: {what}, not {short(value)}", _instead(_general(name), kind, value))
+    return Problem(place, f"{name}: {what}, not {quoted(value)}", _instead(_general(name), kind, value))
 
 
 def _unknown_key(loc: yaml.Path, data: dict[str, Any], model: type[BaseModel] | None) -> tuple[str, str | None]:
@@ -229,7 +229,6 @@ def suggest(word: str, known: list[str], what: str | None) -> str | None:
     return f"{what} are {', '.join(known)}" if what else None
 
 
-def short(value: Any) -> str:
+def quoted(value: Any) -> str:
     """Returns the repr of a value, shortened for a message."""
-    text = repr(value)
-    return yaml.shortened(text)
+    return yaml.shortened(repr(value))

@@ -3,106 +3,97 @@
 import errno
 import os
 import re
-from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
+
+from pydantic import BaseModel
 
 from rlgen.errors import Problem
 from rlgen.recipe import yaml
 from rlgen.recipe.judges import LOCAL_ARGS, MODEL_REWARDS
-from rlgen.recipe.messages import short
+from rlgen.recipe.messages import quoted
 from rlgen.recipe.models import Recipe, RewardRecipe, ToolRecipe
 from rlgen.recipe.rules import is_local_model, is_local_source
 from rlgen.recipe.sizes import is_written
 from rlgen.recipe.source import file_of
-from rlgen.recipe.trainers import OwnRecipe
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-Function = TypeVar("Function", RewardRecipe, ToolRecipe)
-
-
-class _Absolute:
-    """Makes texts of one recipe absolute, and collects the problems of those that cannot be paths."""
-
-    def __init__(self, path: Path, where: yaml.Where) -> None:
-        self.path = path
-        self.where = where
-        self.problems: list[Problem] = []
-
-    def file(self, text: str, loc: yaml.Path, always: bool = True) -> str:
-        """Returns the whole path; unless `always`, the text as it is if there is no folder of that name."""
-        where = self.where(loc)
-        folder = (self.path if where.startswith("--set") else Path(file_of(where))).resolve().parent
-        try:
-            place = (folder / Path(text).expanduser()).resolve()
-            place.exists()  # raises if the text cannot be a path
-            return str(place) if always or (folder / text).is_dir() else text
-        except (OSError, RuntimeError) as error:  # too long, or ~ of an unknown user
-            what = f"{short(text)} is not a path: {getattr(error, 'strerror', None) or error}"
-            self.problems.append(Problem(where, what))
-            return text
-
-    def use(self, use: str, loc: yaml.Path) -> str:
-        """Returns a function of the user's, file.py:name, with the file's whole path; other names as they are."""
-        file, _, name = use.rpartition(":")
-        return f"{self.file(file, loc)}:{name}" if file.endswith(".py") else use
-
-    def functions(self, listed: list[Function], section: yaml.Path) -> list[Function]:
-        """Returns rewards or tools with the whole paths of their files, and of those that their `args` name."""
-        found = []
-        for index, one in enumerate(listed):
-            changes: dict[str, object] = {"use": self.use(one.use, (*section, index, "use"))}
-            if one.use in MODEL_REWARDS:
-                local = {
-                    name: self.file(text, (*section, index, "args", name), always or is_local_model(text))
-                    for name, always in LOCAL_ARGS.items()
-                    if isinstance(text := one.args.get(name), str)
-                }
-                changes["args"] = {**one.args, **local}
-            found.append(one.model_copy(update=changes))
-        return found
-
-    def check_name(self, name: str, loc: yaml.Path, example: str) -> None:
-        """Records a problem if a name cannot be one of the hub."""
-        if not HUB_NAME.fullmatch(name):
-            what = f"{'.'.join(map(str, loc))}: {short(name)} is no folder or file, and no name of the hub"
-            self.problems.append(Problem(self.where(loc), what, f"a name of the hub is owner/name, such as {example}"))
 
 
 def absolute_paths(recipe: Recipe, path: Path, where: yaml.Where) -> tuple[Recipe, list[Problem]]:
     """Makes the paths of local inputs absolute; they start at the folder of the recipe file that names them."""
-    made, held = _Absolute(path, where), recipe.eval
-    made.problems += impossible_run_path(recipe, where)
-    changes: defaultdict[str, dict[str, object]] = defaultdict(dict)  # by section
-    model, source, template = recipe.model.path, recipe.data.source, recipe.data.chat_template
-    if not model.startswith("tiny:"):
-        changes["model"]["path"] = found = made.file(model, ("model", "path"), is_local_model(model))
-        if not is_local_model(found):
-            made.check_name(found, ("model", "path"), "Qwen/Qwen3-0.6B")
-    if is_local_source(source):
-        changes["data"]["source"] = made.file(source, ("data", "source"))
-    elif recipe.task is None:
-        made.check_name(source, ("data", "source"), "openai/gsm8k")
-    if template is not None:
-        changes["data"]["chat_template"] = made.file(template, ("data", "chat_template"))
-    if held is not None and held.source is not None and is_local_source(held.source):
-        changes["eval"]["source"] = made.file(held.source, ("eval", "source"))
-    if held is not None and held.rewards is not None:
-        changes["eval"]["rewards"] = made.functions(held.rewards, ("eval", "rewards"))
-    for section in ("rollout", "trainer", "environment"):
-        if (use := getattr(getattr(recipe, section), "use", None)) is not None:
-            changes[section]["use"] = made.use(use, (section, "use"))
-    sections: dict[str, object] = {name: getattr(recipe, name).model_copy(update=new) for name, new in changes.items()}
-    sections["rewards"] = made.functions(recipe.rewards, ("rewards",))
-    sections["tools"] = made.functions(recipe.tools, ("tools",))
-    return recipe.model_copy(update=sections), made.problems
+    problems = impossible_run_path(recipe, where)
+    for loc, text, always in _local_inputs(recipe):
+        told = where(loc)
+        folder = (path if told.startswith("--set") else Path(file_of(told))).resolve().parent
+        file, colon, function = text.rpartition(":") if loc[-1] == "use" else (text, "", "")
+        try:
+            place = (folder / Path(file).expanduser()).resolve()
+            place.exists()  # raises if the text cannot be a path
+            if always or (folder / file).is_dir():
+                recipe = _with(recipe, loc, f"{place}{colon}{function}")
+        except (OSError, RuntimeError) as error:  # too long, or ~ of an unknown user
+            what = f"{quoted(file)} is not a path: {getattr(error, 'strerror', None) or error}"
+            problems.append(Problem(told, what))
+    model, source = recipe.model.path, recipe.data.source
+    names = [] if model.startswith("tiny:") or is_local_model(model) else [("model", "path", model, "Qwen/Qwen3-0.6B")]
+    names += [] if recipe.task is not None or is_local_source(source) else [("data", "source", source, "openai/gsm8k")]
+    for section, key, name, example in names:
+        if not HUB_NAME.fullmatch(name):
+            what = f"{section}.{key}: {quoted(name)} is no folder or file, and no name of the hub"
+            hint = f"a name of the hub is owner/name, such as {example}"
+            problems.append(Problem(where((section, key)), what, hint))
+    return recipe, problems
+
+
+def _local_inputs(recipe: Recipe) -> Iterator[tuple[yaml.Path, str, bool]]:
+    """Yields the place and the text of each local input; False: it is one only if there is a folder of that name."""
+    if not recipe.model.path.startswith("tiny:"):
+        yield ("model", "path"), recipe.model.path, is_local_model(recipe.model.path)
+    for section in ("data", "eval"):
+        source = getattr(getattr(recipe, section), "source", None)
+        if source is not None and is_local_source(source):
+            yield (section, "source"), source, True
+    if recipe.data.chat_template is not None:
+        yield ("data", "chat_template"), recipe.data.chat_template, True
+    for loc, use, args in _functions(recipe):
+        if use.rpartition(":")[0].endswith(".py"):
+            yield (*loc, "use"), use, True
+        for name, always in LOCAL_ARGS.items():
+            if use in MODEL_REWARDS and isinstance(text := args.get(name), str):
+                yield (*loc, "args", name), text, always or is_local_model(text)
+
+
+def _functions(recipe: Recipe) -> Iterator[tuple[yaml.Path, str, dict[str, Any]]]:
+    """Yields place, `use` and `args` of each function that the recipe names."""
+    held = recipe.eval.rewards or [] if recipe.eval is not None else []
+    lists: dict[yaml.Path, Sequence[RewardRecipe | ToolRecipe]] = {("rewards",): recipe.rewards, ("eval", "rewards"): held}
+    for section, listed in (lists | {("tools",): recipe.tools}).items():
+        for index, one in enumerate(listed):
+            yield (*section, index), one.use, one.args
+    for name in ("environment", "rollout", "trainer"):
+        if (use := getattr(getattr(recipe, name), "use", None)) is not None:
+            yield (name,), use, {}
+
+
+def _with(node: Any, loc: yaml.Path, value: object) -> Any:
+    """Returns a copy of a section, a list or a mapping with another value at `loc`."""
+    if not loc:
+        return value
+    step, further = loc[0], loc[1:]
+    if isinstance(node, BaseModel):
+        return node.model_copy(update={str(step): _with(getattr(node, str(step)), further, value)})
+    copy = node.copy()
+    copy[step] = _with(node[step], further, value)
+    return copy
 
 
 def impossible_run_path(recipe: Recipe, where: yaml.Where) -> list[Problem]:
     """Returns a problem if no file system could hold the run's folder: a name that is too long, or ~ of an unknown user."""
     position = where(("run", "dir" if is_written(recipe, "run.dir") else "name"))
-    said = f"run.dir: {short(recipe.run.dir)} is not a path"
+    said = f"run.dir: {quoted(recipe.run.dir)} is not a path"
     try:
         place = recipe.run_path
     except RuntimeError as error:
@@ -133,14 +124,10 @@ def like(path: str) -> str | None:
 
 def outside(recipe: Recipe, folder: Path) -> list[str]:
     """Returns a notice for each file of code outside the recipe's folder. It runs all the same, because the recipe names it."""
-    rewards = recipe.rewards if recipe.eval is None else [*recipe.rewards, *(recipe.eval.rewards or ())]
-    uses = [("rewards", reward.use) for reward in rewards] + [("tools", tool.use) for tool in recipe.tools]
-    uses += [("environment", recipe.environment.use)] if recipe.environment is not None else []
-    uses += [("rollout.use", recipe.rollout.use)] if recipe.rollout.use is not None else []
-    uses += [("trainer.use", recipe.trainer.use)] if isinstance(recipe.trainer, OwnRecipe) else []
-    files = {(section, file) for section, use in uses if (file := use.rpartition(":")[0]).endswith(".py")}
+    named = {("rewards" if loc[0] == "eval" else str(loc[0]), use.rpartition(":")[0]) for loc, use, _ in _functions(recipe)}
     return [
-        f"{section}: {file} lies outside of the recipe's folder; its hash goes into provenance.json"
-        for section, file in sorted(files)
-        if not Path(file).is_relative_to(folder)
+        f"{section}{'.use' if section in ('rollout', 'trainer') else ''}: {file} lies outside of the recipe's folder; its hash"
+        " goes into provenance.json"
+        for section, file in sorted(named)
+        if file.endswith(".py") and not Path(file).is_relative_to(folder)
     ]

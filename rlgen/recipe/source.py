@@ -10,7 +10,7 @@ from typing import Any
 
 from rlgen.errors import Problem, RecipeError
 from rlgen.recipe import yaml
-from rlgen.recipe.secrets import secret_leaves
+from rlgen.redact import CERTAIN, holds_secret, is_secret_name, secrets_of_environment
 
 MAX_BYTES = 1 << 18
 MAX_PARENTS = 8
@@ -18,6 +18,7 @@ MAX_PROBLEMS = 100  # most problems that are reported
 # Names that keys had in earlier versions, and their names of today.
 RENAMED = {("rollout", "ahead"): "async_steps", ("rollout", "refill"): "dynamic_sampling"}
 MORE = "…"  # position of the line that counts the unreported ones
+INTO_ENVIRONMENT = "put it into an environment variable and read that in the code: a run keeps copies of its recipe"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Source:
 
     data: dict[str, Any]
     places: dict[yaml.Path, str]
-    problems: tuple[Problem, ...]
+    problems: list[Problem]
     files: dict[str, SourceFile]  # by name, the recipe first
 
 
@@ -47,29 +48,31 @@ def read_source(path: Path) -> Source:
     Raises:
         RecipeError: a file cannot be read or is not a mapping, or the chain is circular or longer than MAX_PARENTS.
     """
-    files: dict[str, SourceFile] = {}
-    problems: list[Problem] = []
-    data: dict[str, Any] = {}
-    places: dict[yaml.Path, str] = {}
+    source = Source({}, {}, [], {})
+    files, problems = source.files, source.problems
     asked = ""  # position of the `extends` that names the file; "" for the recipe itself
+
+    def refused(what: str, hint: str | None = None) -> RecipeError:
+        return RecipeError(in_order([*problems, Problem(asked, what, hint)], {}))
+
     while True:
         name = str(path)
         chain = " → ".join([*files, name])
         if any(os.path.realpath(name) == os.path.realpath(other) for other in files):
-            raise RecipeError(in_order([*problems, Problem(asked, f"extends itself: {chain}", "remove one `extends`")], {}))
+            raise refused(f"extends itself: {chain}", "remove one `extends`")
         if len(files) > MAX_PARENTS:
-            raise RecipeError(in_order([*problems, Problem(asked, f"extends more than {MAX_PARENTS} files: {chain}")], {}))
+            raise refused(f"extends more than {MAX_PARENTS} files: {chain}")
         try:
-            text = read_text(path)
+            text = recipe_text(path)
         except RecipeError as error:
             if not asked:
                 raise
+            (problem,) = error.problems
             hint = "the path starts at the folder of the file that names it"
-            told = [Problem(asked, f"extends: {problem.where} {problem.what} ({chain})", hint) for problem in error.problems]
-            raise RecipeError(in_order([*problems, *told], {})) from error
+            raise refused(f"extends: {problem.where} {problem.what} ({chain})", hint) from error
         document = yaml.parse(text, name)
         files[name] = SourceFile(text, chain)
-        problems += [problem for _, problem in sorted(document.problems, key=lambda item: item[0])]
+        problems += document.problems
         if document.data is None and not document.problems:
             problems.append(Problem(name, "the recipe is empty", "start from one of `rlgen recipes list`"))
         elif not isinstance(document.data, dict) and not document.problems:
@@ -77,18 +80,16 @@ def read_source(path: Path) -> Source:
         if not isinstance(document.data, dict):
             raise RecipeError(in_order(problems, files))
         parent, asked = document.data.pop("extends", None), document.places.pop(("extends",), "")
-        data, places = _merged(document.data, document.places, data, places)
+        source = _merged(document, source)
         if not asked:
-            return Source(data, places, tuple(problems), files)
+            return source
         if not isinstance(parent, str) or not parent:
             raise RecipeError(in_order([*problems, Problem(asked, "extends: must be the path of one recipe, as text")], files))
         path = Path(os.path.normpath(path.parent / Path(parent)))
 
 
-def _merged(
-    below: dict[str, Any], places_below: dict[yaml.Path, str], above: dict[str, Any], places_above: dict[yaml.Path, str]
-) -> tuple[dict[str, Any], dict[yaml.Path, str]]:
-    """Merges the data of a child file over those of its parent; returns the merged data and the position of each value."""
+def _merged(below: yaml.Document, above: Source) -> Source:
+    """Merges what has been read so far over a parent file."""
     replaced: set[yaml.Path] = set()
 
     def merge(old: dict[str, Any], new: dict[str, Any], path: yaml.Path) -> dict[str, Any]:
@@ -102,16 +103,16 @@ def _merged(
                 replaced.add((*path, key))
         return result
 
-    data = merge(below, above, ())
+    data = merge(below.data, above.data, ())
     kept = {
         place: where
-        for place, where in places_below.items()
+        for place, where in below.places.items()
         if not any(place[:end] in replaced for end in range(1, len(place) + 1))
     }
-    return data, kept | places_above
+    return replace(above, data=data, places=kept | above.places)
 
 
-def read_text(path: Path) -> str:
+def recipe_text(path: Path) -> str:
     """Returns the text of a recipe file. Raises RecipeError if it is not a readable UTF-8 file of at most MAX_BYTES."""
 
     def refused(what: str, hint: str | None = None) -> RecipeError:
@@ -123,10 +124,8 @@ def read_text(path: Path) -> str:
         raise refused("is an address, but a recipe must be a file", "download it and read it first")
     try:
         mode = path.stat().st_mode
-        if stat.S_ISDIR(mode):
-            raise refused("is a folder", "name a recipe file")
         if not stat.S_ISREG(mode):
-            raise refused("is a pipe or a device", "name a recipe file")
+            raise refused("is a folder" if stat.S_ISDIR(mode) else "is a pipe or a device", "name a recipe file")
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
@@ -148,21 +147,21 @@ def apply_overrides(data: dict[str, Any], places: dict[yaml.Path, str], override
     for number, override in enumerate(overrides, 1):
         dotted, equals, value = override.partition("=")
         keys = dotted.strip().split(".")
-        where = f"--set {number}: {yaml.shortened(override, 200)}"
+        where, wrong = f"--set {number}: {yaml.shortened(override, 200)}", None
         if len(override) > MAX_BYTES or len(keys) > yaml.MAX_DEPTH:
-            problems.append(Problem(where, "is too long"))
-            continue
-        if not equals or not all(keys):
-            problems.append(Problem(where, "is not of the form section.key=value"))
-            continue
-        if yaml.NO_TEXT.search(dotted):
-            problems.append(Problem(where, "a key must be plain text"))
+            wrong = "is too long"
+        elif not equals or not all(keys):
+            wrong = "is not of the form section.key=value"
+        elif yaml.NO_TEXT.search(dotted):
+            wrong = "a key must be plain text"
+        if wrong:
+            problems.append(Problem(where, wrong))
             continue
         parsed = yaml.parse(value, where)
         if secret_leaves(parsed.data, tuple(keys)):
             where = f"--set {number}: {dotted}=…"  # without the value, which is a secret
         if parsed.problems:
-            problems += [Problem(where, problem.what, problem.hint) for _, problem in parsed.problems]
+            problems += [replace(problem, where=where) for problem in parsed.problems]
             continue
         node: Any = data
         path: yaml.Path = ()
@@ -202,6 +201,32 @@ def rename(data: dict[str, Any], places: dict[yaml.Path, str]) -> tuple[list[str
             places[section, new] = where
             notices.append(f"{section}.{old} is called {section}.{new} now: rename it ({where})")
     return notices, problems
+
+
+def secrets_in(source: Source, where: yaml.Where) -> list[Problem]:
+    """Returns a problem for each secret in a recipe: under a key whose name says so, in a value, or in a comment."""
+    found: dict[str, Problem] = {}
+    for leaf in secret_leaves(source.data):
+        found[where(leaf)] = Problem(where(leaf), f"{'.'.join(map(str, leaf))} holds a secret", INTO_ENVIRONMENT)
+    lines = {tuple(place.rsplit(":", 2)[:2]) for place in found}
+    known = secrets_of_environment(CERTAIN)
+    for name, file in source.files.items():
+        for number, line in enumerate(file.text.splitlines(), 1):
+            if holds_secret(line, known) and (name, str(number)) not in lines:
+                found[f"{name}:{number}:1"] = Problem(f"{name}:{number}:1", "the line holds a secret", INTO_ENVIRONMENT)
+    return list(found.values())
+
+
+def secret_leaves(data: Any, above: yaml.Path = ()) -> list[yaml.Path]:
+    """Returns the paths of text values that are secrets, by the name of their key or by their form."""
+    found, known = [], secrets_of_environment(CERTAIN)
+    for leaf in yaml.leaves(data, above):
+        value = yaml.value_at(data, leaf[len(above) :])
+        texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str) and text]
+        name = next((part for part in reversed(leaf) if isinstance(part, str)), "")
+        if (texts and is_secret_name(name)) or any(holds_secret(text, known) for text in texts):
+            found.append(leaf)
+    return found
 
 
 def in_order(problems: list[Problem], files: dict[str, SourceFile]) -> list[Problem]:

@@ -7,7 +7,7 @@ again, within the limits below; `<<` is not supported, since recipes have `exten
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,9 +52,9 @@ class _Loader(yaml.BaseLoader):
 class Document:
     """Plain data of a YAML document, and the position of each of its keys and items."""
 
-    data: Any
+    data: Any = None
     places: dict[Path, str] = field(default_factory=dict)  # "FILE:LINE:COL"
-    problems: list[tuple[tuple[int, int], Problem]] = field(default_factory=list)  # by line and column
+    problems: list[Problem] = field(default_factory=list)
 
 
 def parse(text: str, name: str) -> Document:
@@ -63,22 +63,22 @@ def parse(text: str, name: str) -> Document:
     Args:
         name: what precedes line and column in messages.
     """
-    document = Document(None)
+    reader = _Reader(name)
+    document = reader.document
     try:
         root = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+        assert mark is not None  # PyYAML sets one of the two
         what = " ".join(part for part in (error.context, error.problem) if part)
         what = TOO_LARGE if what == TOO_LARGE else f"not YAML: {shortened(what, MAX_QUOTED)}"  # the message may quote a long name
-        remedy = remedy_of(what, text.splitlines(), line, error.context_mark.line + 1 if error.context_mark else line)
-        document.problems.append(((line, column), Problem(f"{name}:{line}:{column}", what, remedy)))
+        remedy = remedy_of(what, text.splitlines(), mark.line + 1, (error.context_mark or mark).line + 1)
+        document.problems.append(Problem(reader.at(mark), what, remedy))
         return document
     except yaml.YAMLError as error:  # characters that YAML does not allow
-        document.problems.append(((1, 1), Problem(name, f"not YAML: {' '.join(str(error).split())}")))
+        document.problems.append(Problem(name, f"not YAML: {' '.join(str(error).split())}"))
         return document
     if root is not None:
-        reader = _Reader(name, document)
         document.data = reader.value(root, ())
     return document
 
@@ -117,15 +117,18 @@ def remedy_of(problem: str, lines: list[str], number: int, begun: int) -> str | 
 class _Reader:
     """Converts the nodes of one document to plain data, and records positions and problems."""
 
-    def __init__(self, name: str, document: Document) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.document = document
+        self.document = Document()
         self.nodes = 0
+
+    def at(self, mark: yaml.Mark) -> str:
+        """Returns "FILE:LINE:COL"."""
+        return f"{self.name}:{mark.line + 1}:{mark.column + 1}"
 
     def complain(self, node: yaml.Node, what: str, hint: str | None = None) -> None:
         """Records a problem at the position of a node."""
-        line, column = node.start_mark.line + 1, node.start_mark.column + 1
-        self.document.problems.append(((line, column), Problem(f"{self.name}:{line}:{column}", what, hint)))
+        self.document.problems.append(Problem(self.at(node.start_mark), what, hint))
 
     def value(self, node: yaml.Node, path: Path) -> Any:
         """Returns the plain data of a node, and records its position at `path`. Returns None for a node with a problem."""
@@ -135,36 +138,33 @@ class _Reader:
                 self.complain(node, TOO_LARGE, "remove anchors that repeat or contain themselves")
                 self.nodes = MAX_NODES + 2
             return None
-        self.document.places.setdefault(path, f"{self.name}:{node.start_mark.line + 1}:{node.start_mark.column + 1}")
+        self.document.places.setdefault(path, self.at(node.start_mark))
         if node.tag not in PLAIN_TAGS:
             self.complain(node, f"the tag {node.tag[:MAX_QUOTED]} is not allowed", "write plain values")
-            return None
-        if isinstance(node, yaml.ScalarNode):
-            if NO_TEXT.search(node.value):
-                self.complain(node, "holds a character that text cannot hold", "remove the escape")
-                return None
-            return scalar(node.value) if node.style is None else node.value
-        if isinstance(node, yaml.SequenceNode):
+        elif isinstance(node, yaml.MappingNode):
+            return self.mapping(node, path)
+        elif isinstance(node, yaml.SequenceNode):
             return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
-        assert isinstance(node, yaml.MappingNode)  # PyYAML has no fourth kind of node
-        return self.mapping(node, path)
+        elif NO_TEXT.search(node.value):
+            self.complain(node, "holds a character that text cannot hold", "remove the escape")
+        else:
+            return scalar(node.value) if isinstance(node, yaml.ScalarNode) and node.style is None else node.value
+        return None
 
     def mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
         """Returns the dict of a mapping node. Records a problem for keys that are not plain text or appear twice."""
         result: dict[str, Any] = {}
         first: dict[str, int] = {}
         for key_node, value_node in node.value:
-            if not isinstance(key_node, yaml.ScalarNode) or NO_TEXT.search(key_node.value):
-                self.complain(key_node, "a key must be plain text")
-                continue
             key = key_node.value
-            line, column = key_node.start_mark.line + 1, key_node.start_mark.column + 1
-            if key in first:
+            if not isinstance(key_node, yaml.ScalarNode) or NO_TEXT.search(key):
+                self.complain(key_node, "a key must be plain text")
+            elif key in first:
                 self.complain(key_node, f"`{shortened(key)}` appears twice, first in line {first[key]}", "remove one")
-                continue
-            first[key] = line
-            self.document.places[(*path, key)] = f"{self.name}:{line}:{column}"
-            result[key] = self.value(value_node, (*path, key))
+            else:
+                first[key] = key_node.start_mark.line + 1
+                self.document.places[(*path, key)] = self.at(key_node.start_mark)
+                result[key] = self.value(value_node, (*path, key))
         return result
 
 
@@ -193,7 +193,6 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
-    """Returns the node of a text, quoted if `scalar` would not read it as text."""
     style = None if isinstance(scalar(value), str) else "'"
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
@@ -208,24 +207,24 @@ def dump(data: Any) -> str:
 
 def leaves(data: Any, path: Path = ()) -> list[Path]:
     """Returns the paths of all values. Lists of plain values and empty mappings count as values."""
-    if isinstance(data, dict) and data:
-        return [leaf for key, value in data.items() for leaf in leaves(value, (*path, key))]
+    inner: Iterable[tuple[str | int, Any]] = data.items() if isinstance(data, dict) else ()
     if isinstance(data, list) and data and isinstance(data[0], dict):
-        return [leaf for index, value in enumerate(data) for leaf in leaves(value, (*path, index))]
-    return [path]
+        inner = enumerate(data)
+    return [leaf for key, value in inner for leaf in leaves(value, (*path, key))] or [path]
+
+
+def value_at(data: Any, path: Path) -> Any:
+    """Returns the value at a path."""
+    for part in path:
+        data = data[part]
+    return data
 
 
 def by_key(data: dict[str, Any]) -> dict[str, Any]:
     """Returns the values by dotted key: {"run.name": "demo", ...}."""
-    values: dict[str, Any] = {}
-    for leaf in leaves(data):
-        node: Any = data
-        for part in leaf:
-            node = node[part]
-        values[".".join(map(str, leaf))] = node
-    return values
+    return {".".join(map(str, leaf)): value_at(data, leaf) for leaf in leaves(data)}
 
 
-def place_of(places: dict[Path, str], loc: tuple[str | int, ...]) -> str | None:
+def place_of(places: dict[Path, str], loc: Path) -> str | None:
     """Returns the position of the key at `loc`, or of the nearest key above it; None if neither has one."""
     return next((places[loc[:end]] for end in range(len(loc), 0, -1) if loc[:end] in places), None)

@@ -16,14 +16,15 @@ import numpy
 
 from rlgen.errors import CheckpointError, RewardError
 from rlgen.files import write_text, written
+from rlgen.recipe.judges import JudgeArgs, RewardModelArgs, settings_of
 from rlgen.recipe.models import RewardRecipe, ScoringRecipe
 from rlgen.redact import printable_json
-from rlgen.rewards.pools import Pools, open_pools
+from rlgen.rewards.load import RewardSource
 from rlgen.rewards.resolve import MESSAGES, RewardFunction, resolve
 from rlgen.types import Group, Ids, Sample, whole_conversation
 from rlgen.worker_pool.failures import Failed
-from rlgen.worker_pool.pool import Pool, limits_of
-from rlgen.worker_pool.stream import CallOutcome
+from rlgen.worker_pool.pool import Pool, WorkerLimits, limits_of
+from rlgen.worker_pool.stream import CallOutcome, CallStream
 from rlgen.worker_pool.worker import WorkerCall, ids_from
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,8 @@ class Scorer:
 
     rewards: tuple[RewardFunction, ...]
     max_completion_tokens: int
-    pool: Pool | Pools
+    pools: Sequence[Pool]  # one of all functions, and one of each reward that asks a model
+    places: Sequence[tuple[int, int]]  # of each reward: its pool, and its index there
     failures: Path | None  # folder for failed calls: the first of each reward, and the one that ends the run
     turns: bool = False  # completions are conversations of several turns: rewards may take their messages
     known: set[str] = field(default_factory=set)  # labels of rewards that have failed already
@@ -56,17 +58,18 @@ class Scorer:
         return {reward.label: reward.entry.weight for reward in self.rewards}
 
     def close(self) -> None:
-        self.pool.close()
+        for pool in self.pools:
+            pool.close()
+
+    def open(self) -> CallStream:
+        """Returns a stream for calls. Raises as `Pool.join` does."""
+        return CallStream(self.pools, self.places)
 
     def run(self, calls: Sequence[WorkerCall]) -> Generator[CallOutcome, None, None]:
         """Yields the outcomes of calls as they arrive. Closing the generator early kills what still runs."""
-        with closing(self.pool.open()) as stream:
+        with closing(self.open()) as stream:
             stream.add(calls)
             yield from stream.outcomes()
-
-    def begin(self, step: int) -> "Scoring":
-        """Returns an object that scores the groups of a step one by one, while other groups are still sampled."""
-        return Scoring(self, step)
 
     def score(self, groups: Sequence[Group], step: int) -> list[Group]:
         """Returns the same groups with `rewards`, `reward` and `reward_errors` of every sample filled in.
@@ -74,8 +77,8 @@ class Scorer:
         Raises:
             RewardError: a call of a reward with `on_error: fail` failed, or more than `max_error_fraction` of a reward's calls.
         """
-        with closing(self.begin(step)) as scoring:
-            return scoring.result(groups)
+        with closing(EarlyScoring(self)) as scoring:
+            return scoring.result(step, groups)
 
     def calls_of(self, group: Group, step: int, first: int) -> tuple[list[Ask], list[WorkerCall]]:
         """Returns the calls that a group needs, and the same in the form that workers are sent, numbered from `first` on."""
@@ -163,44 +166,54 @@ class Scorer:
         return path
 
 
-class Scoring:
-    """Scores the groups of one step: `add` starts the calls of a group, `result` waits for all of them."""
+class EarlyScoring:
+    """Scores groups while others of their step are still sampled, one step after the other.
 
-    def __init__(self, scorer: Scorer, step: int) -> None:
+    With `rollout.async_steps`, groups of the next step may arrive before those of the present step are scored: they wait until
+    their step is open.
+    """
+
+    def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
-        self._step = step
-        self._stream = scorer.pool.open()
-        self._lock = threading.Lock()
-        self._groups: dict[int, Group] = {}  # as they were added last, by id
-        self._asks: list[Ask] = []
+        self._lock = threading.Lock()  # guards the fields below
+        self._closed = False
+        self._waiting: dict[int, list[Group]] = {}  # by step
+        self._step = 0  # the open one
+        self._stream: CallStream | None = None  # of its calls; None: no step is open
+        self._groups: dict[int, Group] = {}  # of the step, as they were added last, by id
+        self._asks: list[Ask] = []  # the id of a call is its index
         self._outcomes: dict[int, CallOutcome] = {}  # that have been taken from the stream, by call, in the order of arrival
         self._calls: dict[int, range] = {}  # of each group, as indices into `_asks`
 
-    def add(self, group: Group) -> None:
-        """Starts the calls for a group, all of whose completions are sampled. May be called from any thread."""
-        with self._lock:  # the id of a call is its index in `_asks`
-            asks, calls = self._scorer.calls_of(group, self._step, len(self._asks))
-            self._groups[group.group_id] = group
-            self._calls[group.group_id] = range(len(self._asks), len(self._asks) + len(asks))
-            self._asks += asks
-            self._stream.add(calls)
+    def open(self, step: int) -> None:
+        """Starts the calls for the groups of `step` that have arrived and will arrive, and gives up another step that is open."""
+        with self._lock:
+            self._open(step)
 
-    def settled(self) -> list[Group]:
-        """Returns, without waiting, the groups whose calls have all returned since the last time, with their rewards. Failures
-        are judged by `result`.
+    def add(self, step: int, group: Group) -> None:
+        """Starts the calls for a group with all its completions, or keeps it until `step` is open. Called from any thread."""
+        with self._lock:
+            if self._stream is not None and self._step == step:
+                self._start(self._stream, group)
+            elif not self._closed:
+                self._waiting.setdefault(step, []).append(group)
+
+    def settled(self, step: int) -> list[Group]:
+        """Returns, without waiting, the groups of `step` whose calls have all returned since the last time, with their rewards.
+        Failures are judged by `result`.
         """
-        settled = []
-        for outcome in self._stream.there():
-            self._outcomes[outcome.id] = outcome
-            with self._lock:
+        settled: list[Group] = []
+        with self._lock:
+            for outcome in self._stream.there() if self._stream is not None and self._step == step else ():
+                self._outcomes[outcome.id] = outcome
                 group = self._asks[outcome.id].group
                 calls = self._calls[group.group_id]
-            if outcome.id in calls and all(number in self._outcomes for number in calls):
-                settled.append(self._scored(group))
+                if outcome.id in calls and all(number in self._outcomes for number in calls):
+                    settled.append(self._scored(group))
         return settled
 
-    def result(self, groups: Sequence[Group]) -> list[Group]:
-        """Waits for all calls, and returns all groups of the step with their rewards, in this order.
+    def result(self, step: int, groups: Sequence[Group]) -> list[Group]:
+        """Waits for all calls of a step, closes it, and returns all its groups with their rewards, in this order.
 
         A group that was not added, or has changed since, is scored now; what was found for its earlier form does not count.
         Failures are judged only here: how many calls may fail depends on how many there are.
@@ -208,29 +221,57 @@ class Scoring:
         Raises:
             RewardError: as `Scorer.score` does. Calls that still run are then cancelled.
         """
-        for group in groups:
-            if self._groups.get(group.group_id) != group:
-                self.add(group)
-        counting = {number for calls in self._calls.values() for number in calls}
+        with self._lock:  # not while the calls are waited for: groups of the next step arrive
+            stream = self._open(step)
+            for group in groups:
+                if self._groups.get(group.group_id) != group:
+                    self._start(stream, group)
+            counting = {number for calls in self._calls.values() for number in calls}
         calls = Counter(self._asks[number].reward.label for number in counting)
         spent: Counter[str] = Counter()
-        with closing(self._stream):
-            for outcome in chain(list(self._outcomes.values()), self._stream.outcomes()):
+        with closing(stream):
+            for outcome in chain(list(self._outcomes.values()), stream.outcomes()):
                 self._outcomes[outcome.id] = outcome
                 if outcome.id in counting and isinstance(outcome.value, Failed):
                     ask = self._asks[outcome.id]
                     label = ask.reward.label
                     spent[label] += 1
                     budget = math.ceil(ask.reward.entry.max_error_fraction * calls[label])
-                    self._scorer.failed(ask, outcome.value, self._step, spent[label], budget)
+                    self._scorer.failed(ask, outcome.value, step, spent[label], budget)
+        with self._lock:
+            self._stream = None
         return [self._scored(group) for group in groups]
+
+    def close(self) -> None:
+        """Abandons the open step and ends its calls that still run. Ignores groups that arrive later."""
+        with self._lock:
+            self._closed = True
+            self._waiting.clear()
+            if self._stream is not None:
+                self._stream.close()
+                self._stream = None
+
+    def _open(self, step: int) -> CallStream:
+        if self._stream is not None and self._step != step:
+            self._stream.close()
+            self._stream = None
+        if self._stream is None:
+            self._stream, self._step = self._scorer.open(), step
+            self._groups, self._asks, self._outcomes, self._calls = {}, [], {}, {}
+            for group in self._waiting.pop(step, ()):
+                self._start(self._stream, group)
+        return self._stream
+
+    def _start(self, stream: CallStream, group: Group) -> None:
+        asks, calls = self._scorer.calls_of(group, self._step, len(self._asks))
+        self._groups[group.group_id] = group
+        self._calls[group.group_id] = range(len(self._asks), len(self._asks) + len(asks))
+        self._asks += asks
+        stream.add(calls)
 
     def _scored(self, group: Group) -> Group:
         calls = self._calls[group.group_id]
         return self._scorer.scored(group, [(self._asks[number], self._outcomes[number].value) for number in calls])
-
-    def close(self) -> None:
-        self._stream.close()
 
 
 class SentIds:
@@ -269,15 +310,55 @@ def open_scorer(
         RewardError: a function is not there, its import fails or does not end, or it cannot be called by name.
         CheckpointError: the disk is full.
     """
-    pool = open_pools(entries, limits_of(scoring), output, answers, group_size)
+    pools, places = pools_of(entries, limits_of(scoring), output, answers, group_size)
     try:
-        facts = pool.facts()
+        for pool in pools:
+            pool.start()  # all of them load at the same time
+        facts = [pools[pool].facts()[place] for pool, place in places]
         columns = {*columns, MESSAGES} if turns else columns
         rewards = tuple(resolve(entry, fact, columns) for entry, fact in zip(entries, facts, strict=True))
     except BaseException:
-        pool.close()
+        for pool in pools:
+            pool.close()
         raise
-    return Scorer(rewards=rewards, max_completion_tokens=max_completion_tokens, pool=pool, failures=failures, turns=turns)
+    return Scorer(
+        rewards=rewards,
+        max_completion_tokens=max_completion_tokens,
+        pools=pools,
+        places=places,
+        failures=failures,
+        turns=turns,
+    )
+
+
+def pools_of(
+    entries: Sequence[RewardRecipe], limits: WorkerLimits, output: Path | None, answers: Path | None, group_size: int | None
+) -> tuple[list[Pool], list[tuple[int, int]]]:
+    """Returns the processes, not started yet, and the place of each reward: its pool, and its index there.
+
+    Each reward that asks a model has a pool of its own. So a model is loaded once, in the only process that imports torch. It has
+    a memory limit of its own, and its calls do not wait behind those of functions.
+    """
+    functions = [RewardSource(entry.use, entry.timeout) for entry in entries if settings_of(entry) is None]
+    pools = [Pool(functions, limits, output)] if functions else []
+    places: list[tuple[int, int]] = []
+    for entry in entries:
+        if (settings := settings_of(entry)) is None:
+            places.append((0, sum(pool == 0 for pool, _ in places)))
+            continue
+        places.append((len(pools), 0))
+        source = RewardSource(entry.use, entry.timeout, settings, entry.label, answers, limits.memory or 0)
+        pools.append(Pool([source], limits_of_model(settings, limits, group_size), output))
+    return pools, places
+
+
+def limits_of_model(settings: RewardModelArgs | JudgeArgs, limits: WorkerLimits, group_size: int | None) -> WorkerLimits:
+    """Returns the limits of the one process that asks a model."""
+    if isinstance(settings, RewardModelArgs):  # it limits itself once the model is loaded
+        return replace(limits, workers=1, memory=None, import_timeout=settings.load_timeout)
+    # The timeout of a call covers its requests, so that they must not wait behind those of other calls.
+    requests = 1 if not settings.pairwise else settings.concurrency if group_size is None else group_size * (group_size - 1)
+    return replace(limits, workers=1, concurrency=max(1, settings.concurrency // max(1, requests)))
 
 
 def shown_as(value: Any) -> Any:

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rlgen.losses.inputs import onto
-from rlgen.types import Batch, Samples
+from rlgen.types import MicroBatch, Samples
 
-# Fixed cost of a micro-batch, in tokens: one more micro-batch must save more padding than that. For large windows it is a
+# Fixed cost of a micro-batch, in tokens: one more micro-batch must save more padding than that. For large train batches it is a
 # share of all tokens, so that the number of micro-batches stays bounded. With lengths exponential, log-normal or uniform up
 # to 480, padding then stays below 10 % of the completion tokens (tests/rollout/test_batch.py).
 LAUNCH_TOKENS = 48
@@ -32,7 +32,7 @@ def plan(units: Sequence[Sequence[int]], lengths: Sequence[int], budget: int, pr
 
     Packed rows have no padding: their micro-batches are filled one after the other, group by group.
 
-    The loss uses denominators of the whole window, so the gradient does not depend on this split.
+    The loss uses denominators of the whole train batch, so the gradient does not depend on this split.
 
     Args:
         units: rows that must stay together: single rows, or the two rows of a preference pair. All units have the same size.
@@ -103,10 +103,10 @@ def deal(
     return [[*mine, *([] for _ in range(most - len(mine)))] for mine in plans]
 
 
-def collate(samples: Samples, rows: Sequence[int], device: torch.device) -> Batch:
+def collate(samples: Samples, rows: Sequence[int], device: torch.device) -> MicroBatch:
     """Pads the samples at `rows` on the right to one batch; for no rows, returns one two-token row with an empty mask."""
     if not len(rows):
-        return Batch(
+        return MicroBatch(
             rows=(),
             input_ids=torch.zeros(1, 2, dtype=torch.long, device=device),
             lengths=(2,),
@@ -122,7 +122,7 @@ def collate(samples: Samples, rows: Sequence[int], device: torch.device) -> Batc
     mask = pad_rows([torch.from_numpy(sample.loss_mask) for sample in own], False)
     prompts = [(sample.group_id, sample.prompt_ids.tobytes()) for sample in own]
     first_of: dict[tuple[int, bytes], int] = {}
-    return Batch(
+    return MicroBatch(
         rows=tuple(rows),
         input_ids=onto(pad_rows([torch.from_numpy(ids) for ids in whole], 0), device).long(),
         lengths=tuple(map(len, whole)),

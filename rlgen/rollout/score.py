@@ -11,7 +11,7 @@ from rlgen.models.memory_errors import memory_for
 from rlgen.models.policy import BasePolicy, Policy
 from rlgen.processes import Processes
 from rlgen.rollout.batch import Prompts, collate, deal, plan, unpad
-from rlgen.types import Batch, Distribution, Sample, Samples
+from rlgen.types import Distribution, MicroBatch, Sample, Samples
 
 Scored: TypeAlias = Policy | BasePolicy
 
@@ -35,7 +35,7 @@ def sure_of(
 ) -> list[Tensor]:
     """Returns `Truncation.sure` of each token: one [L] bool tensor per sample, otherwise as `score_at`."""
 
-    def compute(batch: Batch) -> Tensor:
+    def compute(batch: MicroBatch) -> Tensor:
         sure = policy(batch, (distribution,)).sure
         return batch.mask[None] if sure is None else sure[None]
 
@@ -59,7 +59,9 @@ def score_in(
     return [scores.unflatten(0, (2, len(distributions))) for scores in found]
 
 
-def shared_out(samples: Sequence[Sample], budget: int, processes: Processes, compute: Callable[[Batch], Tensor]) -> list[Tensor]:
+def shared_out(
+    samples: Sequence[Sample], budget: int, processes: Processes, compute: Callable[[MicroBatch], Tensor]
+) -> list[Tensor]:
     """Has each process compute a share of the samples, which are few and the same in all of them.
 
     Returns one [K, L] tensor per sample, bit-identical in all processes. Raises SetupError if the memory does not suffice.
@@ -107,7 +109,7 @@ def score_own(
 
 @torch.no_grad()
 def forward(
-    compute: Callable[[Batch], Tensor], samples: Samples, rows: Sequence[int], budget: int, processes: Processes
+    compute: Callable[[MicroBatch], Tensor], samples: Samples, rows: Sequence[int], budget: int, processes: Processes
 ) -> Tensor:
     """Returns what `compute` makes of one micro-batch, on its device. Raises SetupError if the memory does not suffice."""
     less = [f"an optim.micro_batch_tokens below {budget} (the same result, more slowly)", "a lower rollout.max_completion_tokens"]

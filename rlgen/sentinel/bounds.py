@@ -18,7 +18,6 @@ roundings, each as valid as its own. A single error can be small by chance, and 
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,19 +93,6 @@ class Noise:
         return self if other is None else Noise(max(self.mean, other.mean), max(self.rms, other.rms))
 
 
-class Excess(NamedTuple):
-    """The statistic of a gap that is largest relative to its bound."""
-
-    name: str
-    value: float
-    bound: float
-
-    @property
-    def share(self) -> float:
-        """Returns the value as a multiple of its bound; infinite for a gap that is NaN."""
-        return math.inf if math.isnan(self.value) else self.value / self.bound
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
     """The largest accepted |engine - trainer| log-prob of sampled tokens, in nats, by statistics of `Gap`. None: not bounded."""
@@ -122,13 +108,14 @@ class Bounds:
         mean, rms = max(FACTOR * noise.mean, FLOOR), max(FACTOR * noise.rms, FLOOR)
         return cls(mean_delta=min(mean, most.mean_delta), rms_delta=min(rms, most.rms_delta))
 
-    def excess(self, gap: Gap) -> Excess:
-        """Returns the statistic that comes nearest to its bound, or exceeds it the most."""
-        return max((Excess(name, getattr(gap, name), bound) for name, bound in self.as_json.items()), key=lambda one: one.share)
+    def shares(self, gap: Gap) -> dict[str, float]:
+        """Returns each bounded statistic of a gap as a multiple of its bound; infinite for one that is NaN."""
+        values = {name: getattr(gap, name) / bound for name, bound in self.as_json.items()}
+        return {name: math.inf if math.isnan(value) else value for name, value in values.items()}
 
     def hold(self, gap: Gap) -> bool:
         """Returns whether the gap is within all bounds. A gap that is NaN never is."""
-        return self.excess(gap).share <= 1
+        return max(self.shares(gap).values()) <= 1
 
     @property
     def as_json(self) -> dict[str, float]:
@@ -163,7 +150,9 @@ class Bounds:
 
     def words(self, gap: Gap) -> str:
         """Returns `mean |Δ log-prob| is 0.021 nats, the bound is 3.1e-05; max 0.84`."""
-        name, value, bound = self.excess(gap)
+        shares = self.shares(gap)
+        name = max(shares, key=shares.__getitem__)
+        value, bound = getattr(gap, name), self.as_json[name]
         return f"{NAMES[name]} |Δ log-prob| is {value:.3g} nats, the bound is {bound:.3g}; max {gap.max_delta:.3g}"
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rlgen.models.half import replaced
 from rlgen.models.lora import adapted_layers, adapter_names, adapter_tensors, base_weight, factors, scale
 from rlgen.models.parts import part, part_like, whole
 from rlgen.models.policy import Policy
@@ -99,13 +100,7 @@ def changed(parameters: Mapping[str, Tensor], sizes: Mapping[str, float]) -> Ite
         overwrite(parameters, saved)
 
 
-@contextmanager
-def earlier_head(policy: Policy, weight: Tensor) -> Iterator[None]:
+def earlier_head(policy: Policy, weight: Tensor) -> AbstractContextManager[None]:
     """Makes a tied head multiply with `weight` [V, H] inside the block, while the embedding keeps its own weight."""
-    embedding = policy.model.get_output_embeddings()
-    own = embedding.weight
-    embedding.weight = torch.nn.Parameter(weight.to(own.device, own.dtype), requires_grad=False)
-    try:
-        yield
-    finally:
-        embedding.weight = own
+    head = policy.model.get_output_embeddings()
+    return replaced([(head, "weight")], lambda _, own: weight.to(own.device, own.dtype))

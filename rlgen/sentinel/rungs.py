@@ -26,8 +26,8 @@ ATTEMPTS = 3  # further changes of all weights until the gap shows: by 10, 20 an
 # Bounds of the relative distance of two gradients: the least and the most, and in multiples of what rounding explains. A wrong
 # denominator moves a gradient by a tenth of its size and more.
 SPLIT_LEAST, SPLIT_MOST, SPLIT_FACTOR = 1e-5, 0.2, 10.0
-# Returns the gradient [N] of a window of the run's own loss, computed in micro-batches of at most so many tokens, and, if true,
-# with other rounding. If the weights are sharded, it is this process's shard.
+# Returns the gradient [N] of a train batch by the run's own loss, in micro-batches of at most so many tokens, and, if true, with
+# other rounding. If the weights are sharded, it is this process's shard.
 Gradient = Callable[[int, bool], Tensor]
 UNEXPLAINED = Fault.UNEXPLAINED, "no known cause fits"
 
@@ -385,7 +385,7 @@ def sampled_alone(probe: Probe, row: int, sample: Sample) -> Tensor:
 
 
 def loss_split(gradient: Gradient, total: Callable[[Tensor], Tensor]) -> Rung:
-    """Check 6: compares the gradient of one window in one micro-batch a process with that in many.
+    """Check 6: compares the gradient of one train batch in one micro-batch a process with that in many.
 
     A split changes the shapes of products, and so their rounding. Where the gradients of good and bad completions nearly cancel,
     that shows. How much it explains follows from the same gradient with other rounding.
@@ -409,7 +409,7 @@ def loss_split(gradient: Gradient, total: Callable[[Tensor], Tensor]) -> Rung:
         verdict, fault = Outcome.FAILED, Fault.SPLIT_DEPENDENCE
         sentence = f"the gradient depends on the split: in micro-batches it differs by {distance:.3g} of its norm"
     elif not power > 0:
-        verdict, sentence = Outcome.NOT_MEASURABLE, "The gradient of the toy window is zero."
+        verdict, sentence = Outcome.NOT_MEASURABLE, "The gradient of the toy batch is zero."
     return Rung(
         number=6,
         name="loss",

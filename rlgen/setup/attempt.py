@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,9 +59,11 @@ def train(path: Path, options: TrainOptions = PLAIN, say: Say = print) -> Path:
         if launch.world == 1:
             loaded = load()
             if loaded.recipe.cluster is not None:
-                from rlgen.cluster.driver import train_on_cluster
+                from rlgen.cluster.driver import Command, train_on_cluster
 
-                return train_on_cluster(loaded, options, say, stop)
+                again = replace(options, resume=True, clean=False, resume_step=None)
+                command = Command(recipe=path.absolute(), overrides=options.overrides, first=options.words(), again=again.words())
+                return train_on_cluster(loaded, command, say, stop)
             stop.by(deadline_of(loaded.recipe, began))
             options = after_restart(loaded.recipe.run_path, options)
             with nothing_left(loaded.recipe.run_path):

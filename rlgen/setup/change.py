@@ -20,12 +20,12 @@ from rlgen.recipe import Recipe, load_recipe
 from rlgen.rollout.score import score_own
 from rlgen.run.directory import finite
 from rlgen.run.state import optimizer_tensors, place_optimizer
-from rlgen.setup.learner import Learner, open_optimizer
 from rlgen.setup.reopen import flat
+from rlgen.setup.train_state import TrainState, open_optimizer
 from rlgen.trainers.collect import Collected
 from rlgen.trainers.loop import Learning
 from rlgen.trainers.results import StepResult
-from rlgen.trainers.window import Window
+from rlgen.trainers.train_batch import TrainBatch
 
 Gradient = dict[int, Tensor]  # by index of the parameter, on the CPU
 FREE = ("trainer.", "optim.")
@@ -95,16 +95,16 @@ def with_changes(resolved: Path, recipe: Recipe, overrides: Sequence[str]) -> tu
     return recipe.model_copy(update={"trainer": changed.trainer, "optim": changed.optim}), differing
 
 
-def changed_learner(recipe: Recipe, learner: Learner, step: int) -> Learner:
-    """Returns a learner of the same models with the algorithm, the learning rate and the weight decay of `recipe`.
+def changed_state(recipe: Recipe, state: TrainState, step: int) -> TrainState:
+    """Returns a state of the same models with the algorithm, the learning rate and the weight decay of `recipe`.
 
     Its optimizer has no moments yet.
     """
-    optimizer, schedule = open_optimizer(recipe, learner.policy)
+    optimizer, schedule = open_optimizer(recipe, state.policy)
     assert isinstance(schedule, LambdaLR)  # as transformers makes all that a recipe can ask for
     for group, rate, factor in zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
         group["lr"] = rate * factor(step - 1)
-    return replace(learner, algorithm=build_algorithm(recipe.trainer), optimizer=optimizer, schedule=schedule)
+    return replace(state, algorithm=build_algorithm(recipe.trainer), optimizer=optimizer, schedule=schedule)
 
 
 def compare(own: Learning, other: Learning, got: Collected, step: int) -> tuple[Mapping[str, Any], Change]:
@@ -115,14 +115,14 @@ def compare(own: Learning, other: Learning, got: Collected, step: int) -> tuple[
     moments = {name: one.to("cpu", copy=True) for name, one in optimizer_tensors(policy.model, own.update.optimizer).items()}
     with gradients(own.update.optimizer) as of_own:
         before = own(got, step)
-    ratio = ratio_after(own, before.window)
+    ratio = ratio_after(own, before.train_batch)
     with torch.no_grad():
         for parameter, value in zip(trained, weights, strict=True):
             parameter.copy_(value)
     place_optimizer(moments, policy.model, other.update.optimizer)
     with gradients(other.update.optimizer) as of_other:
         after = other(got, step)
-    change = change_of(before, after, of_own, of_other, (ratio, ratio_after(other, after.window)))
+    change = change_of(before, after, of_own, of_other, (ratio, ratio_after(other, after.train_batch)))
     return finite(before.metrics), change
 
 
@@ -131,7 +131,7 @@ def change_of(
 ) -> Change:
     was, now = finite(before.metrics), finite(after.metrics)
     pairs = {key: (was.get(key), now.get(key)) for key in {**was, **now}}
-    advantage, changed = (torch.where(side.signal.trained, side.signal.advantages, 0.0) for side in (before, after))
+    advantage, changed = (torch.where(side.advantages.trained, side.advantages.advantages, 0.0) for side in (before, after))
     norm, changed_norm = pairs[Metric.GRAD_NORM]
     ratios = [
         {"min": side.min().item(), "mean": side.mean().item(), "max": side.max().item()} if len(side) else {} for side in ratio
@@ -140,7 +140,7 @@ def change_of(
         metrics=now,
         metrics_changed={key: pair for key, pair in pairs.items() if pair[0] != pair[1]},
         rows=len(advantage),
-        rows_trained=(int(before.signal.trained.sum()), int(after.signal.trained.sum())),
+        rows_trained=(int(before.advantages.trained.sum()), int(after.advantages.trained.sum())),
         advantages_changed=int((advantage != changed).sum()),
         advantages_flipped=int((advantage * changed < 0).sum()),
         advantages_largest_change=(changed - advantage).abs().max().item() if len(advantage) else 0.0,
@@ -151,14 +151,14 @@ def change_of(
     )
 
 
-def ratio_after(learning: Learning, window: Window) -> Tensor:
+def ratio_after(learning: Learning, train_batch: TrainBatch) -> Tensor:
     """Returns [N] float64, of all processes: the probability of each trained token after the step, divided by that before."""
     update, processes = learning.update, learning.update.processes
     distribution = loss_distribution(update.algorithm, update.distribution)
-    rows = (*window.micro_batches, *window.idle)
-    now = score_own(update.policy, window.samples, distribution, learning.windows.budget, processes, rows)
-    mask = torch.from_numpy(window.samples.loss_mask.values)
-    own = (now - window.flat("old_logp")).double().exp()[mask]
+    rows = (*train_batch.micro_batches, *train_batch.idle)
+    now = score_own(update.policy, train_batch.samples, distribution, learning.builder.budget, processes, rows)
+    mask = torch.from_numpy(train_batch.samples.loss_mask.values)
+    own = (now - train_batch.flat("old_logp")).double().exp()[mask]
     return torch.from_numpy(processes.gather_rows(own.numpy()))
 
 

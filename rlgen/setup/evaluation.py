@@ -21,8 +21,8 @@ from rlgen.run.rollouts import RolloutWriter
 from rlgen.sentinel.sync import send_weights
 from rlgen.sentinel.watch import Watch
 from rlgen.setup.data import Data, HeldOut, open_data, open_dialogue
-from rlgen.setup.pair import Pair, open_pair
 from rlgen.setup.probe import probe_of
+from rlgen.setup.trainer_and_engine import TrainerAndEngine, open_trainer_and_engine
 from rlgen.trainers.evaluate import Evaluator
 
 
@@ -45,7 +45,7 @@ def open_eval_scorer(recipe: Recipe, held_out: HeldOut, output: Path, failures: 
 
 def build_evaluator(
     recipe: Recipe,
-    pair: Pair,
+    both: TrainerAndEngine,
     held_out: HeldOut,
     scorer: Scorer,
     watch: Watch,
@@ -53,25 +53,25 @@ def build_evaluator(
     best: Best | None,
     dialogue: Dialogue | None = None,
 ) -> Evaluator:
-    settings, processes = held_out.settings, pair.processes
+    settings, processes = held_out.settings, both.processes
     sampling = replace(
-        pair.sampling,
+        both.sampling,
         max_tokens=completion_tokens(recipe, settings),
         temperature=temperature_of(recipe, settings),
-        top_p=pair.sampling.top_p if settings.top_p is None else settings.top_p,
+        top_p=both.sampling.top_p if settings.top_p is None else settings.top_p,
     )
     comparable = sampling.regex is None and (recipe.rounds_alike or not sampling.distribution.truncated)
-    writer = None if folder is None else writer_of(folder, pair, held_out, processes, dialogue is not None)
+    writer = None if folder is None else writer_of(folder, both, held_out, processes, dialogue is not None)
     return Evaluator(
         settings=settings,
         steps=recipe.run.steps,
         processes=processes,
-        engine_share=pair.engine_share,
+        engine_share=both.engine_share,
         prompts=held_out.prompts,
-        engine=pair.engine,
+        engine=both.engine,
         sampling=sampling,
         seed=seed_of(recipe),
-        tokenizer=pair.data.tokenizer,
+        tokenizer=both.data.tokenizer,
         scorer=scorer,
         watch=watch if comparable else None,
         budget=recipe.optim.micro_batch_tokens,
@@ -81,15 +81,15 @@ def build_evaluator(
     )
 
 
-def writer_of(folder: Path, pair: Pair, held_out: HeldOut, processes: Processes, turns: bool) -> RolloutWriter:
+def writer_of(folder: Path, both: TrainerAndEngine, held_out: HeldOut, processes: Processes, turns: bool) -> RolloutWriter:
     """The journal takes nothing from these files."""
     return RolloutWriter(
         folder=folder,
         rank=processes.rank,
         world=processes.world,
         prompt_at=held_out.prompts.at,
-        tokenizer=pair.data.tokenizer,
-        stop_ids=pair.sampling.stop_ids,
+        tokenizer=both.data.tokenizer,
+        stop_ids=both.sampling.stop_ids,
         every=1,
         keep=None,
         needed=lambda: 0,
@@ -139,21 +139,21 @@ def evaluate_model(
         dialogue = open_dialogue(recipe, data.tokenizer, data.stop_ids, logs / "tools.log")
         if dialogue is not None:
             open_parts.callback(dialogue.turns.close)
-        pair = open_pair(recipe, data, None, processes, logs, say)
-        open_parts.callback(pair.close)
-        model = pair.learner.policy.model
+        both = open_trainer_and_engine(recipe, data, None, processes, logs, say)
+        open_parts.callback(both.close)
+        model = both.state.policy.model
         if adapter is not None:
             load_adapter(adapter, model, base_digest(model))
         if adapter is not None or step:
-            send_weights(pair.engine, model, step, processes)
+            send_weights(both.engine, model, step, processes)
         watch = Watch(
-            probe=replace(probe_of(recipe, pair), version=step),
+            probe=replace(probe_of(recipe, both), version=step),
             on_drift="stop",
             sleeps=False,
             probe_every=None,
             drain=lambda: None,
             say=say,
         )
-        evaluator = build_evaluator(recipe, pair, data.held_out, scorer, watch, out, None, dialogue)
+        evaluator = build_evaluator(recipe, both, data.held_out, scorer, watch, out, None, dialogue)
         open_parts.callback(evaluator.close)
         return Evaluated(data=data, metrics=evaluator(step))

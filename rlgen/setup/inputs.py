@@ -17,7 +17,7 @@ from rlgen.run.launch import launched_by
 from rlgen.run.provenance import provenance
 from rlgen.sentinel.verdict import Rung
 from rlgen.setup.data import Data, HeldOut
-from rlgen.setup.pair import Pair
+from rlgen.setup.trainer_and_engine import TrainerAndEngine
 
 # Parts of the user's code other than rewards, in words, by what stands before the slash of their names.
 PARTS = {"tools": "tool", "environment": "environment", "rollout": "rollout.use", "trainer": "trainer.use"}
@@ -105,26 +105,26 @@ def in_words(name: str) -> str:
 
 def record_attempt(
     directory: RunDirectory,
-    pair: Pair,
+    both: TrainerAndEngine,
     rewards: Mapping[str, str | None],
     rungs: Sequence[Rung],
     notices: Sequence[str],
     engine: EngineInfo,
 ) -> None:
     """Appends the facts of this attempt to `provenance.json`."""
-    data, held_out = pair.data, pair.data.held_out
+    data, held_out = both.data, both.data.held_out
     entry = {
         **provenance(),
         "launcher": launched_by(),
         "engine": {"version": engine.engine, "runner": engine.runner, "dtype": engine.settings.dtype},
         "model": data.location,
-        "weights": pair.learner.models.weights,
+        "weights": both.state.models.weights,
         **ids_of(data),
         "data": facts_of(data),
         "eval": {} if held_out is None else {**facts_of(held_out), "trained_on_too": held_out.overlap},
         "rewards": rewards,
         "sentinel": [rung.as_json() for rung in rungs],
-        "from_step": pair.position.step,
+        "from_step": both.position.step,
         "notices": list(notices),
     }
     write_json(directory.provenance, [*directory.attempts(directory.path), entry])

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from rlgen.algorithms.base import Signal
+from rlgen.algorithms.base import Advantages
 from rlgen.errors import SetupError
 from rlgen.models.memory_errors import memory_for
 from rlgen.out_of_memory import peak
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
 from rlgen.rollout.table import RowTable
+from rlgen.trainers.train_batch import TrainBatch
 from rlgen.trainers.update import Updater
-from rlgen.trainers.window import Window
 from rlgen.types import Sample, Samples, one_span
 
 
@@ -29,13 +29,16 @@ def try_largest(recipe: Recipe, update: Updater, processes: Processes) -> str:
     tried = []
     packed = update.policy.packed
     for batch in dict.fromkeys((longest(recipe, processes.world, packed), fullest(recipe, processes.world, packed))):
-        window, size = made_up(recipe, batch, processes, packed), f"{batch.rows} rows of {batch.prompt + batch.completion} tokens"
+        train_batch, size = (
+            made_up(recipe, batch, processes, packed),
+            f"{batch.rows} rows of {batch.prompt + batch.completion} tokens",
+        )
 
-        def attempt(window: Window = window) -> None:
+        def attempt(train_batch: TrainBatch = train_batch) -> None:
             with memory_for("the optimizer's state", update.less_memory("optimizer"), SetupError):
                 moments = [] if update.optimizer.state else [torch.empty_like(p, requires_grad=False) for p in trained * 2]
             with torch.random.fork_rng():
-                update.attempt(window)
+                update.attempt(train_batch)
             del moments
 
         processes.run_all(attempt, has_collectives=update.sharded)
@@ -87,8 +90,8 @@ def whole_pairs(recipe: Recipe, rows: int) -> int:
     return max(2, rows - rows % 2) if recipe.trainer.kind == "online_dpo" else max(1, rows)
 
 
-def made_up(recipe: Recipe, batch: Shape, processes: Processes, packed: bool) -> Window:
-    """Returns a window of made-up rows, of which each rank has one micro-batch of the shape of `batch`."""
+def made_up(recipe: Recipe, batch: Shape, processes: Processes, packed: bool) -> TrainBatch:
+    """Returns a train batch of made-up rows, of which each rank has one micro-batch of the shape of `batch`."""
     size, first = recipe.rollout.group_size, batch.rows * processes.rank
     row = Sample(
         group_id=0,
@@ -108,7 +111,7 @@ def made_up(recipe: Recipe, batch: Shape, processes: Processes, packed: bool) ->
     table = RowTable.gather(held, processes)
     place = torch.arange(len(table))
     everyone = torch.ones(len(table), dtype=torch.bool)
-    signal = Signal(
+    advantages = Advantages(
         advantages=1.0 - 2.0 * (place % 2).double(),
         counted=everyone,
         trained=everyone,
@@ -116,6 +119,6 @@ def made_up(recipe: Recipe, batch: Shape, processes: Processes, packed: bool) ->
     )
     # All rows have one length, so that the plan puts them into one micro-batch.
     budget = batch.rows * (batch.prompt + batch.completion)
-    window = Window.of(table, held, signal, 0.0, budget, processes, packed=packed)
-    window.frozen["ref_logp"] = torch.from_numpy(window.samples.sampler_logp.values)
-    return window
+    train_batch = TrainBatch.of(table, held, advantages, 0.0, budget, processes, packed=packed)
+    train_batch.frozen["ref_logp"] = torch.from_numpy(train_batch.samples.sampler_logp.values)
+    return train_batch

@@ -14,54 +14,54 @@ from rlgen.rollout.table import RowTable
 from rlgen.sentinel.bounds import Bounds, most_for
 from rlgen.sentinel.probe import PROMPTS, Probe, TrainerSide
 from rlgen.sentinel.rungs import Gradient
-from rlgen.setup.learner import build_updater
-from rlgen.setup.pair import Pair
-from rlgen.trainers.window import Window
+from rlgen.setup.train_state import build_updater
+from rlgen.setup.trainer_and_engine import TrainerAndEngine
+from rlgen.trainers.train_batch import TrainBatch
 from rlgen.types import Sample, Samples, one_span
 
-TOY_ROWS, TOY_TOKENS = 8, 5  # rows of the window of `toy_gradient`; tokens of its shortest row
+TOY_ROWS, TOY_TOKENS = 8, 5  # rows of the train batch of `toy_gradient`; tokens of its shortest row
 
 
-def probe_of(recipe: Recipe, pair: Pair) -> Probe:
-    policy, dtypes = pair.learner.policy, (recipe.model.dtype, recipe.engine.dtype or recipe.model.dtype)
-    quantization, own = pair.engine.facts().quantization, recipe.sentinel
+def probe_of(recipe: Recipe, both: TrainerAndEngine) -> Probe:
+    policy, dtypes = both.state.policy, (recipe.model.dtype, recipe.engine.dtype or recipe.model.dtype)
+    quantization, own = both.engine.facts().quantization, recipe.sentinel
     held = {None: getattr(torch, dtypes[1]), "fp8": FP8}.get(quantization) if recipe.model.quantization is None else None
     return Probe(
         trainer=TrainerSide(
             policy=policy,
             budget=recipe.optim.micro_batch_tokens,
-            processes=pair.processes,
+            processes=both.processes,
             engine_dtype=None if held is None else getattr(torch, dtypes[1]),
             engine_holds=held,
         ),
-        engine=pair.engine,
-        engine_share=pair.engine_share,
+        engine=both.engine,
+        engine_share=both.engine_share,
         expected=Settings(
             dtype=dtypes[1],
             head_dtype="float32" if recipe.model.fp32_head else dtypes[1],
             logprobs_mode="processed_logprobs",
             vocab_size=policy.head.weight.shape[0],
         ),
-        tokenizer=pair.data.tokenizer,
-        template=pair.data.tokenizer.chat_template if recipe.data.chat_template is not None else None,
-        prompts=pair.data.prompts.take(0, PROMPTS),
-        sampling=pair.sampling,
+        tokenizer=both.data.tokenizer,
+        template=both.data.tokenizer.chat_template if recipe.data.chat_template is not None else None,
+        prompts=both.data.prompts.take(0, PROMPTS),
+        sampling=both.sampling,
         given=Bounds(mean_delta=own.mean_delta, max_delta=own.max_delta) if own.mean_delta or own.max_delta else None,
         most=most_for(dtypes, quantization is not None),
         noise=None,
         seed=recipe.run.seed,
-        version=pair.position.step,
+        version=both.position.step,
     )
 
 
-def toy_gradient(recipe: Recipe, pair: Pair, probe: Probe) -> Gradient:
+def toy_gradient(recipe: Recipe, both: TrainerAndEngine, probe: Probe) -> Gradient:
     """Returns a function from the tokens of a micro-batch to the gradient of the recipe's own loss on made-up rewards.
 
     `rungs.loss_split` calls it, in all processes together; each holds some of the data. These are pairs of completions of unequal
     lengths, one of each with a higher reward.
     """
-    algorithm, update = pair.learner.algorithm, build_updater(recipe, pair.learner, pair.sampling, pair.processes, None)
-    rank, world = pair.processes.rank, pair.processes.world
+    algorithm, update = both.state.algorithm, build_updater(recipe, both.state, both.sampling, both.processes, None)
+    rank, world = both.processes.rank, both.processes.world
 
     @cache
     def toys() -> Samples:
@@ -71,20 +71,20 @@ def toy_gradient(recipe: Recipe, pair: Pair, probe: Probe) -> Gradient:
 
     def gradient(budget: int, other_rounding: bool) -> Tensor:
         samples = toys()
-        table = RowTable.gather(samples, pair.processes)
+        table = RowTable.gather(samples, both.processes)
         kl = torch.zeros(len(table)) if algorithm.reference == "reward" else None
-        signal = algorithm.advantages(table.scores({"toy": 1.0}, kl))
-        window = Window.of(table, samples, signal, 0.0, budget, pair.processes)
+        advantages = algorithm.advantages(table.scores({"toy": 1.0}, kl))
+        train_batch = TrainBatch.of(table, samples, advantages, 0.0, budget, both.processes)
         if algorithm.reference == "loss":
-            window.frozen["ref_logp"] = torch.from_numpy(window.samples.sampler_logp.values)
-        with nudged(pair.learner.policy.model, 0, 2) if other_rounding else nullcontext():
-            return update.gradient(window)
+            train_batch.frozen["ref_logp"] = torch.from_numpy(train_batch.samples.sampler_logp.values)
+        with nudged(both.state.policy.model, 0, 2) if other_rounding else nullcontext():
+            return update.gradient(train_batch)
 
     return gradient
 
 
 def toy_sample(sample: Sample, place: int) -> Sample:
-    """Returns the sample cut to unequal lengths, as the worse (even `place`) or the better (odd) one of a pair."""
+    """Returns the sample cut to unequal lengths, as the worse (even `place`) or the better (odd) one of a both."""
     tokens = min(len(sample.completion_ids), TOY_TOKENS + 3 * place)
     return replace(
         sample,

@@ -62,10 +62,6 @@ class TrainOptions:
         words += ["--allow-changed-rewards"] if self.changed_rewards else []
         return [*words, *(["--clean"] if self.clean else []), "--progress", self.progress]
 
-    def again(self, resume: bool) -> "TrainOptions":
-        """Returns the options of another attempt of the same command, which resumes if the first one has begun the run."""
-        return replace(self, resume=True, clean=False, resume_step=None) if resume else self
-
 
 def open_directory(loaded: LoadedRecipe, options: TrainOptions) -> RunDirectory:
     """Opens the run's directory, on rank 0."""

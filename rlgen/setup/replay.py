@@ -4,9 +4,9 @@
     path     the steps between are trained again, on the samples and rewards that the run has recorded
     step     computed with the run's own settings, and, if some are changed, from the same weights with these too
 
-The samples go through the window and the update of training itself (`trainers/window.py`, `trainers/update.py`). Nothing is
-sampled or scored, and nothing is written. A step of several processes is computed by as many, which a launcher starts: only then
-sums are in the same order.
+The samples go through the code of training itself (`trainers/train_batch.py`, `trainers/update.py`). Nothing is sampled,
+scored or written. A step of several processes is computed by as many, which a launcher starts: only then sums are in the same
+order.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,11 +32,11 @@ from rlgen.run.checkpoint_folder import CheckpointFolder, Choice
 from rlgen.run.directory import finite
 from rlgen.run.manifest import check_files
 from rlgen.run.provenance import provenance
-from rlgen.setup.change import Change, changed_learner, compare
+from rlgen.setup.change import Change, changed_state, compare
 from rlgen.setup.data import Data, open_data
-from rlgen.setup.learner import Learner, build_learning, open_learner, restore
-from rlgen.setup.pair import TRIED, sampling_of
 from rlgen.setup.policy import open_policies
+from rlgen.setup.train_state import TrainState, build_learning, open_train_state, restore
+from rlgen.setup.trainer_and_engine import TRIED, sampling_of
 from rlgen.trainers.collect import Collected, silent_groups
 from rlgen.trainers.loop import Learning
 from rlgen.types import Position, Samples
@@ -99,21 +99,21 @@ def replay(past: Past, step: int, changed: Recipe | None, say: Say, processes: P
     recorder = Recorder(past=past, say=say)
     samples = processes.run_all(lambda: recorder.samples(step, processes))
     prompts = processes.gather(list(islice(samples.prompt_ids, TRIED)))
-    learner, at = open_at(past, changed, start, prompts, processes, say)
-    own, first_off = learning_of(past.recipe, learner, processes), None
+    state, at = open_at(past, changed, start, prompts, processes, say)
+    own, first_off = learning_of(past.recipe, state, processes), None
     if at.step + 1 < step:
         say(f"training {ranges(range(at.step + 1, step))} again, on what the run has recorded")
     for before in range(at.step + 1, step):
         got = recorder.collected(before, at, own)
         metrics = finite(own(got, before).metrics)
-        learner.schedule.step()
+        state.schedule.step()
         first_off = first_off or (before if differences(past.steps.get(before, {}), metrics) else None)
         at = Position(before, at.prompts + got.prompts)
     got, change = recorder.collected(step, at, own), None
     if changed is None:
         metrics = finite(own(got, step).metrics)
     else:
-        other = learning_of(changed, changed_learner(changed, learner, step), processes)
+        other = learning_of(changed, changed_state(changed, state, step), processes)
         metrics, change = compare(own, other, got, step)
     return Replay(
         step=step,
@@ -126,9 +126,9 @@ def replay(past: Past, step: int, changed: Recipe | None, say: Say, processes: P
     )
 
 
-def learning_of(recipe: Recipe, learner: Learner, processes: Processes) -> Learning:
+def learning_of(recipe: Recipe, state: TrainState, processes: Processes) -> Learning:
     weights = {reward.label: reward.weight for reward in recipe.rewards}
-    return build_learning(recipe, learner, sampling_of(recipe, (), None), processes, weights, None)
+    return build_learning(recipe, state, sampling_of(recipe, (), None), processes, weights, None)
 
 
 def start_of(past: Past, step: int) -> Choice:
@@ -172,7 +172,7 @@ def open_at(
     prompts: Sequence[NDArray[np.int32]],
     processes: Processes,
     say: Say,
-) -> tuple[Learner, Position]:
+) -> tuple[TrainState, Position]:
     """Opens policy, optimizer and schedule as they were after `start`; with a reference if one of the recipes needs it."""
     recipe = past.recipe
     algorithms = [build_algorithm(one.trainer) for one in (recipe, changed) if one is not None]
@@ -187,8 +187,8 @@ def open_at(
             f" {policies.weights}), and {needed}: bring them back"
             + ("" if start.path else ", or replay a step after a checkpoint")
         )
-    learner = replace(open_learner(recipe, needing, policies), algorithm=algorithms[0])
-    return learner, restore(recipe, learner, start.path, processes)
+    state = replace(open_train_state(recipe, needing, policies), algorithm=algorithms[0])
+    return state, restore(recipe, state, start.path, processes)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -210,7 +210,7 @@ class Recorder:
         wanted, left = recipe.rollout.prompts_per_step, recipe.rollout.dynamic_sampling
         while wanted and left:
             silent = silent_groups(
-                table.take(np.isin(table.group_id, groups[first : first + wanted])), own.update.algorithm, own.windows.weights
+                table.take(np.isin(table.group_id, groups[first : first + wanted])), own.update.algorithm, own.builder.weights
             )
             replaced |= np.isin(table.group_id, silent)
             first, wanted, left = first + wanted, len(silent), left - 1

@@ -15,8 +15,7 @@ from rlgen.models.lora import describe
 from rlgen.models.weights import bits
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe, dump_recipe
-from rlgen.rewards.early import EarlyScoring
-from rlgen.rewards.score import Scorer, open_scorer
+from rlgen.rewards.score import EarlyScoring, Scorer, open_scorer
 from rlgen.rollout.custom import CustomRollout
 from rlgen.rollout.journal import Journal
 from rlgen.rollout.sampler import Ahead, Sampler
@@ -36,9 +35,9 @@ from rlgen.setup.data import Data, open_data, open_dialogue
 from rlgen.setup.evaluation import build_evaluator, open_eval_scorer, words_of
 from rlgen.setup.inputs import UserCode, record_attempt, same_inputs
 from rlgen.setup.largest import try_largest
-from rlgen.setup.learner import build_learning, build_updater
-from rlgen.setup.pair import Pair, open_pair
 from rlgen.setup.probe import probe_of
+from rlgen.setup.train_state import build_learning, build_updater
+from rlgen.setup.trainer_and_engine import TrainerAndEngine, open_trainer_and_engine
 from rlgen.trainers.callbacks import Callbacks
 from rlgen.trainers.collect import Collector
 from rlgen.trainers.groups import Groups, Stream
@@ -81,27 +80,29 @@ def open_trainer(attempt: RunContext, between: Callable[[], None] = lambda: None
         if attempt.checkpoint:
             unchanged = {} if attempt.changed_rewards else digests
             began_with = processes.on_main(lambda: same_inputs(attempt.directory, data, unchanged))
-        pair = open_pair(recipe, data, attempt.checkpoint, processes, attempt.directory.logs, console.say, began_with)
-        undo.callback(pair.close)
+        both = open_trainer_and_engine(
+            recipe, data, attempt.checkpoint, processes, attempt.directory.logs, console.say, began_with
+        )
+        undo.callback(both.close)
         if attempt.checkpoint and (stored := read_manifest(attempt.checkpoint).processes) != processes.world:
             console.say(f"the checkpoint is of {stored} processes, but {processes.world} run: some random states are new")
         between()
         console.say("sentinel: comparing engine and trainer …")
-        probe = probe_of(recipe, pair)
+        probe = probe_of(recipe, both)
         rungs = agree(probe, between)
         probe = after_check_1(probe, rungs)
         if recipe.model.lora is not None:
-            console.say(f"lora: {describe(pair.learner.policy.model)}")
+            console.say(f"lora: {describe(both.state.policy.model)}")
         console.say(f"sentinel: {agreement(rungs)}")
-        if processes.is_main and (warning := little_space(attempt.directory.checkpoints, pair.learner.policy.model)):
+        if processes.is_main and (warning := little_space(attempt.directory.checkpoints, both.state.policy.model)):
             console.say(f"warning: {warning}")
-        engine = pair.engine.facts()
-        processes.on_main(lambda: record_attempt(attempt.directory, pair, digests, rungs, attempt.notices, engine))
+        engine = both.engine.facts()
+        processes.on_main(lambda: record_attempt(attempt.directory, both, digests, rungs, attempt.notices, engine))
         if recipe.run.probe_max:
-            console.say(try_memory(recipe, pair))
-        trainer = build_trainer(attempt, pair, code, probe)
+            console.say(try_memory(recipe, both))
+        trainer = build_trainer(attempt, both, code, probe)
         undo.pop_all()
-    return trainer, pair.position
+    return trainer, both.position
 
 
 def open_inputs(attempt: RunContext, between: Callable[[], None]) -> tuple[Data, Scorer]:
@@ -161,36 +162,36 @@ def agree(probe: Probe, between: Callable[[], None]) -> list[Rung]:
     return rungs
 
 
-def try_memory(recipe: Recipe, pair: Pair) -> str:
+def try_memory(recipe: Recipe, both: TrainerAndEngine) -> str:
     """Tries the largest micro-batches while the engine sleeps, as in a step, and returns a message with what was tried."""
-    sleeps = pair.engine.abilities.sleeps
+    sleeps = both.engine.abilities.sleeps
     if sleeps:
-        pair.processes.run_all(pair.engine.sleep, has_collectives=pair.engine_share.shared)
-    tried = try_largest(recipe, build_updater(recipe, pair.learner, pair.sampling, pair.processes, None), pair.processes)
+        both.processes.run_all(both.engine.sleep, has_collectives=both.engine_share.shared)
+    tried = try_largest(recipe, build_updater(recipe, both.state, both.sampling, both.processes, None), both.processes)
     if sleeps:
-        send_weights(pair.engine, pair.learner.policy.model, pair.position.step, pair.processes)
+        send_weights(both.engine, both.state.policy.model, both.position.step, both.processes)
     return tried
 
 
-def build_trainer(attempt: RunContext, pair: Pair, code: UserCode, probe: Probe) -> Trainer:
+def build_trainer(attempt: RunContext, both: TrainerAndEngine, code: UserCode, probe: Probe) -> Trainer:
     recipe, directory, processes = attempt.recipe, attempt.directory, attempt.processes
-    learner, done, scorer, dialogue = pair.learner, pair.position.step, code.scorer, code.dialogue
-    journal = open_journal(attempt, pair, code)
+    state, done, scorer, dialogue = both.state, both.position.step, code.scorer, code.dialogue
+    journal = open_journal(attempt, both, code)
     early = EarlyScoring(scorer)
-    sampler = build_sampler(attempt, pair, journal, early, code)
-    watch = build_watch(attempt, pair, probe, sampler)
+    sampler = build_sampler(attempt, both, journal, early, code)
+    watch = build_watch(attempt, both, probe, sampler)
     checkpoints = Checkpoints(
-        directory.checkpoints, recipe.checkpoint.keep, processes, learner.models.base, recipe.trainer.kind, learner.models.held
+        directory.checkpoints, recipe.checkpoint.keep, processes, state.models.base, recipe.trainer.kind, state.models.held
     )
-    evaluate, held_out = None, pair.data.held_out
+    evaluate, held_out = None, both.data.held_out
     if code.judge is not None and held_out is not None:
         best = processes.on_main(lambda: Best(directory.read_metrics())) if held_out.settings.best else None
-        evaluate = build_evaluator(recipe, pair, held_out, code.judge, watch, directory.evals, best, dialogue)
+        evaluate = build_evaluator(recipe, both, held_out, code.judge, watch, directory.evals, best, dialogue)
     sinks = open_sinks(recipe, directory, done, attempt.console.say) if processes.is_main else Sinks(recipe.run.steps)
-    weights = bits(learner.policy.model, processes)
+    weights = bits(state.policy.model, processes)
     processes.run_all(lambda: journal.starts_from(done, weights))
-    compared = None if pair.sampling.regex else watch
-    learn = build_learning(recipe, learner, pair.sampling, processes, scorer.weights, compared)
+    compared = None if both.sampling.regex else watch
+    learn = build_learning(recipe, state, both.sampling, processes, scorer.weights, compared)
     report = Reporter(
         steps=recipe.run.steps,
         max_nonfinite=recipe.optim.max_nonfinite,
@@ -198,7 +199,7 @@ def build_trainer(attempt: RunContext, pair: Pair, code: UserCode, probe: Probe)
         directory=directory,
         health=Health(rules_of(recipe), directory.read_metrics() if done and processes.is_main else ()),
         console=attempt.console,
-        writer=build_writer(attempt, pair, journal, checkpoints, sinks, dialogue is not None),
+        writer=build_writer(attempt, both, journal, checkpoints, sinks, dialogue is not None),
         sinks=sinks,
     )
     return Trainer(
@@ -207,13 +208,13 @@ def build_trainer(attempt: RunContext, pair: Pair, code: UserCode, probe: Probe)
         collect=Collector(
             recipe=recipe.rollout,
             processes=processes,
-            engine_share=pair.engine_share,
-            prompts=pair.data.prompts,
+            engine_share=both.engine_share,
+            prompts=both.data.prompts,
             sampler=sampler,
             scorer=scorer,
             early=early,
-            algorithm=learner.algorithm,
-            stream=build_stream(pair, sampler, early, scorer.weights, learn.groups),
+            algorithm=state.algorithm,
+            stream=build_stream(both, sampler, early, scorer.weights, learn.groups),
         ),
         learn=learn,
         evaluate=evaluate,
@@ -221,10 +222,10 @@ def build_trainer(attempt: RunContext, pair: Pair, code: UserCode, probe: Probe)
         save=Saver(
             recipe=recipe,
             processes=processes,
-            policy=learner.policy,
-            tokenizer=pair.data.tokenizer,
-            optimizer=learner.optimizer,
-            schedule=learner.schedule,
+            policy=state.policy,
+            tokenizer=both.data.tokenizer,
+            optimizer=state.optimizer,
+            schedule=state.schedule,
             checkpoints=checkpoints,
             sampler=sampler,
             report=report,
@@ -234,43 +235,43 @@ def build_trainer(attempt: RunContext, pair: Pair, code: UserCode, probe: Probe)
     )
 
 
-def open_journal(attempt: RunContext, pair: Pair, code: UserCode) -> Journal:
+def open_journal(attempt: RunContext, both: TrainerAndEngine, code: UserCode) -> Journal:
     """Opens the journal, with what earlier attempts sampled and scored after the checkpoint."""
     judge = [(reward.label, reward.sha256, reward.entry.weight) for reward in code.scorer.rewards]
     folder, say = attempt.directory.journal, attempt.console.say
-    beside = [pair.learner.models.base, *([] if code.dialogue is None else [code.dialogue.digest])]
+    beside = [both.state.models.base, *([] if code.dialogue is None else [code.dialogue.digest])]
     beside += [] if code.custom is None else [code.custom.use, code.custom.sha256]
     versions = max(1, attempt.recipe.rollout.async_steps)
-    done, facts, writes = pair.position.step, pair.engine.facts(), pair.engine_share.first
+    done, facts, writes = both.position.step, both.engine.facts(), both.engine_share.first
     return Journal.open(folder, done, attempt.processes, facts, judge, say, beside, versions, writes)
 
 
-def build_sampler(attempt: RunContext, pair: Pair, journal: Journal, early: EarlyScoring, code: UserCode) -> Sampler:
-    recipe, prompts = attempt.recipe, pair.data.prompts
+def build_sampler(attempt: RunContext, both: TrainerAndEngine, journal: Journal, early: EarlyScoring, code: UserCode) -> Sampler:
+    recipe, prompts = attempt.recipe, both.data.prompts
     count, steps = recipe.rollout.prompts_per_step, recipe.run.steps
-    abilities = pair.engine.abilities
+    abilities = both.engine.abilities
     # Rewards would only slow down an engine that needs the cores of this machine, unless groups are trained on meanwhile.
     early_pays = (abilities.elsewhere or recipe.rollout.stream) and code.custom is None
     ahead = None
     if recipe.rollout.async_steps and abilities.submit is not None:
         ahead = Ahead(
             submit_to=abilities.submit,
-            prompts_of=lambda step: pair.engine_share.share(prompts.take((step - 1) * count, count if step <= steps else 0)),
+            prompts_of=lambda step: both.engine_share.share(prompts.take((step - 1) * count, count if step <= steps else 0)),
             steps=recipe.rollout.async_steps,
             max_staleness=recipe.oldest_sample,
             in_flight=abilities.in_flight,
             journal=journal,
         )
     return Sampler(
-        engine=pair.engine,
-        sampling=pair.sampling,
+        engine=both.engine,
+        sampling=both.sampling,
         group_size=recipe.rollout.group_size,
         run_seed=recipe.run.seed,
-        tokenizer=pair.data.tokenizer,
+        tokenizer=both.data.tokenizer,
         journal=journal,
         all_or_none=abilities.whole_step or code.custom is not None,
         ahead=ahead,
-        group_finished=early.add if early_pays and pair.engine_share.first else None,
+        group_finished=early.add if early_pays and both.engine_share.first else None,
         dialogue=code.dialogue,
         custom=code.custom,
         interruptible=recipe.rollout.stream,
@@ -278,21 +279,21 @@ def build_sampler(attempt: RunContext, pair: Pair, journal: Journal, early: Earl
 
 
 def build_stream(
-    pair: Pair, sampler: Sampler, early: EarlyScoring, weights: Mapping[str, float], groups: Groups | None
+    both: TrainerAndEngine, sampler: Sampler, early: EarlyScoring, weights: Mapping[str, float], groups: Groups | None
 ) -> Stream | None:
     """Returns None if the recipe does not stream."""
     if groups is None:
         return None
-    processes = pair.processes
+    processes = both.processes
     if processes.world > 1:
         raise SetupError("rollout.stream: several processes divide the rows of a step among them; start one, or set it to false")
-    if not pair.engine.abilities.elsewhere and processes.device.type == "cuda":
+    if not both.engine.abilities.elsewhere and processes.device.type == "cuda":
         raise SetupError("rollout.stream: on one GPU engine and trainer would wait for each other; set engine.kind to server")
     return Stream(processes=processes, sampler=sampler, early=early, labels=tuple(weights), groups=groups)
 
 
 def build_writer(
-    attempt: RunContext, pair: Pair, journal: Journal, checkpoints: Checkpoints, sinks: Sinks, turns: bool
+    attempt: RunContext, both: TrainerAndEngine, journal: Journal, checkpoints: Checkpoints, sinks: Sinks, turns: bool
 ) -> RolloutWriter:
     """Returns the object that writes the samples of each step, and tells the journal and the sinks when they are on disk."""
     recipe, processes = attempt.recipe, attempt.processes
@@ -305,25 +306,25 @@ def build_writer(
         folder=attempt.directory.rollouts,
         rank=processes.rank,
         world=processes.world,
-        prompt_at=pair.data.prompts.at,
-        tokenizer=pair.data.tokenizer,
-        stop_ids=pair.sampling.stop_ids,
+        prompt_at=both.data.prompts.at,
+        tokenizer=both.data.tokenizer,
+        stop_ids=both.sampling.stop_ids,
         every=recipe.rollouts.every,
         keep=recipe.rollouts.keep,
         needed=checkpoints.oldest,
-        stamp=lambda rollout: journal.stamp(rollout, pair.sampling),
+        stamp=lambda rollout: journal.stamp(rollout, both.sampling),
         on_disk=on_disk,
         turns=turns,
     )
 
 
-def build_watch(attempt: RunContext, pair: Pair, probe: Probe, sampler: Sampler) -> Watch:
+def build_watch(attempt: RunContext, both: TrainerAndEngine, probe: Probe, sampler: Sampler) -> Watch:
     recipe = attempt.recipe
     return Watch(
         probe=probe,
         on_drift=recipe.sentinel.on_drift,
-        sleeps=pair.engine.abilities.sleeps,
+        sleeps=both.engine.abilities.sleeps,
         probe_every=recipe.sentinel.probe_every if recipe.rollout.async_steps else None,
-        drain=lambda: pair.processes.run_all(sampler.drain, keepalive=True),
+        drain=lambda: both.processes.run_all(sampler.drain, keepalive=True),
         say=attempt.console.say,
     )

@@ -53,8 +53,6 @@ class Calls:
 
     def __init__(self, pools: Sequence[Pool], name: str) -> None:
         self.pools, self._stream = pools, CallStream(pools)
-        for pool in pools:
-            pool.open(self._stream)
         self._open: dict[int, Answered] = {}  # by id of a call
         self._ids, self._lock = count(), threading.Lock()
         self._error: RlgenError | None = None

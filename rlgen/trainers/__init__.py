@@ -1,1 +1,1 @@
-"""Runs the training step: sample, reward, build a window, update, report. One loop serves all algorithms."""
+"""Runs the training step: sample, reward, build a train batch, update, report. One loop serves all algorithms."""

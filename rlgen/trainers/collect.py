@@ -12,8 +12,7 @@ from rlgen.algorithms.base import Algorithm
 from rlgen.data import PromptStream
 from rlgen.processes import EngineShare, Processes
 from rlgen.recipe.models import RolloutRecipe
-from rlgen.rewards.early import EarlyScoring
-from rlgen.rewards.score import Scorer
+from rlgen.rewards.score import EarlyScoring, Scorer
 from rlgen.rollout.parquet import Rollout
 from rlgen.rollout.sampler import Sampler
 from rlgen.rollout.table import RowTable
@@ -137,8 +136,8 @@ def silent_groups(table: RowTable, algorithm: Algorithm, weights: Mapping[str, f
 
     A KL in the reward does not count as a signal.
     """
-    signal = algorithm.advantages(table.scores(weights))
-    has_gradient = (signal.trained & (signal.advantages != 0)).numpy()
+    advantages = algorithm.advantages(table.scores(weights))
+    has_gradient = (advantages.trained & (advantages.advantages != 0)).numpy()
     return np.setdiff1d(table.group_id, table.group_id[has_gradient])
 
 

@@ -19,18 +19,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rlgen.algorithms.base import Signal
+from rlgen.algorithms.base import Advantages
 from rlgen.errors import EngineError, Fault, SentinelError
 from rlgen.losses.inputs import Mean, Totals
 from rlgen.metrics import Metric
 from rlgen.processes import Processes
-from rlgen.rewards.early import EarlyScoring
+from rlgen.rewards.score import EarlyScoring
 from rlgen.rollout.sampler import Sampler
 from rlgen.rollout.table import RowTable
 from rlgen.run.state import random_tensors, set_random
 from rlgen.trainers.results import UpdateResult
+from rlgen.trainers.train_batch import TrainBatch, TrainBatchBuilder
 from rlgen.trainers.update import Updater
-from rlgen.trainers.window import Window, WindowBuilder
 from rlgen.types import Group, Samples
 
 POLL = 0.005  # seconds between two looks for scored groups
@@ -88,7 +88,7 @@ class Learned:
     """What is kept of one group, whose gradient is in the sums. Its rows are numbered from 0."""
 
     table: RowTable
-    window: Window
+    train_batch: TrainBatch
     kl: Tensor | None  # [B] to the reference, if the algorithm takes it from the reward
     part: UpdateResult
 
@@ -101,7 +101,7 @@ class Groups:
     process.
     """
 
-    windows: WindowBuilder
+    builder: TrainBatchBuilder
     update: Updater
     sums: ExactSum
     provisional: Totals
@@ -118,21 +118,23 @@ class Groups:
     def learn(self, table: RowTable, samples: Samples, epoch: float) -> None:
         """Runs forward and backward on the rows of one group, and adds the gradient to the sums."""
         with nullcontext() if self.waits(samples) else self.own_threads():
-            kl = self.windows.kl(table, samples)
-            window, _, _ = self.windows.plan(table, samples, epoch, kl)
-            self.windows.add_reference(window)
-            part = self.update.run_first(replace(window, totals=self.provisional))
+            kl = self.builder.kl(table, samples)
+            train_batch, _, _ = self.builder.plan(table, samples, epoch, kl)
+            self.builder.add_reference(train_batch)
+            part = self.update.run_first(replace(train_batch, totals=self.provisional))
             self.sums.take()
-        self.learned[int(table.group_id[0])] = Learned(table=table, window=window, kl=kl, part=part)
+        self.learned[int(table.group_id[0])] = Learned(table=table, train_batch=train_batch, kl=kl, part=part)
 
-    def finish(self, table: RowTable, samples: Samples, epoch: float) -> tuple[Window, Signal, dict[str, Any], UpdateResult]:
+    def finish(
+        self, table: RowTable, samples: Samples, epoch: float
+    ) -> tuple[TrainBatch, Advantages, dict[str, Any], UpdateResult]:
         """Trains on the groups that are left, and makes the whole gradient that of the parameters.
 
         Args:
             table: of the step, group by group.
 
         Returns:
-            Window, signal and metrics of the whole step, as `WindowBuilder.build` does, and the result of its micro-batches.
+            Train batch, advantages and metrics, as `TrainBatchBuilder.build` does, and the result of the micro-batches.
 
         Raises:
             SentinelError: a group differs from what was trained.
@@ -159,24 +161,24 @@ class Groups:
 
     def joined(
         self, of_step: Sequence[Learned], table: RowTable, samples: Samples, epoch: float
-    ) -> tuple[Window, Signal, dict[str, Any], UpdateResult]:
-        """Returns the window of the step with what its groups have computed, and corrects gradient and loss to its totals."""
+    ) -> tuple[TrainBatch, Advantages, dict[str, Any], UpdateResult]:
+        """Returns the train batch with what its groups have computed, and corrects gradient and loss to its totals."""
         kl = torch.cat([one.kl for one in of_step if one.kl is not None]) if of_step[0].kl is not None else None
-        window, signal, measured = self.windows.plan(table, samples, epoch, kl)
+        train_batch, advantages, measured = self.builder.plan(table, samples, epoch, kl)
         parts, first, first_trained = [], 0, 0
         for one in of_step:
-            for name, values in one.window.computed.items():
+            for name, values in one.train_batch.computed.items():
                 moved = {tuple(row + first_trained for row in rows): value for rows, value in values.items()}
-                window.computed.setdefault(name, {}).update(moved)
-            window.mismatches.extend(one.window.mismatches)
+                train_batch.computed.setdefault(name, {}).update(moved)
+            train_batch.mismatches.extend(one.train_batch.mismatches)
             parts.append(replace(one.part, nonfinite=frozenset(first + place for place in one.part.nonfinite)))
-            first, first_trained = first + len(one.table), first_trained + len(one.window.rows)
-        tokens, divisor = window.totals.tokens, self.update.algorithm.divides_by
-        factor = getattr(self.provisional, divisor) / max(getattr(window.totals, divisor), 1)
+            first, first_trained = first + len(one.table), first_trained + len(one.train_batch.rows)
+        tokens, divisor = train_batch.totals.tokens, self.update.algorithm.divides_by
+        factor = getattr(self.provisional, divisor) / max(getattr(train_batch.totals, divisor), 1)
         if tokens:
             self.sums.give(factor)
         part = scaled(UpdateResult.sum(parts), factor, self.provisional.tokens / max(tokens, 1))
-        return window, signal, measured, part
+        return train_batch, advantages, measured, part
 
     def drop(self) -> None:
         """Discards the gradients of a step that is given up."""

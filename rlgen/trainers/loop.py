@@ -20,33 +20,33 @@ from rlgen.trainers.groups import Groups
 from rlgen.trainers.report import Reporter
 from rlgen.trainers.results import StepResult
 from rlgen.trainers.saving import Saver
+from rlgen.trainers.train_batch import TrainBatchBuilder
 from rlgen.trainers.update import Updater
-from rlgen.trainers.window import WindowBuilder
 from rlgen.types import Position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learning:
-    """Runs window -> update: what a step learns from its samples, in training and in a replay."""
+    """Runs train batch -> update: what a step learns from its samples, in training and in a replay."""
 
-    windows: WindowBuilder
+    builder: TrainBatchBuilder
     update: Updater
     groups: Groups | None  # has run the first update of a step while others were sampled (`rollout.stream`); None: no stream
 
     def __call__(self, got: Collected, step: int) -> StepResult:
         """Moves the weights. The caller steps the schedule of the learning rate."""
         if self.groups is None:
-            window, signal, measured = self.windows.build(got.learned_from, got.samples, got.epoch)
-            updated, skipped = self.update(window, step)
+            train_batch, advantages, measured = self.builder.build(got.learned_from, got.samples, got.epoch)
+            updated, skipped = self.update(train_batch, step)
         else:
-            window, signal, measured, first = self.groups.finish(got.learned_from, got.samples, got.epoch)
-            updated, skipped = self.update(window, step, first)
-        return StepResult(window=window, signal=signal, metrics={**measured, **updated}, skipped=skipped)
+            train_batch, advantages, measured, first = self.groups.finish(got.learned_from, got.samples, got.epoch)
+            updated, skipped = self.update(train_batch, step, first)
+        return StepResult(train_batch=train_batch, advantages=advantages, metrics={**measured, **updated}, skipped=skipped)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
-    """Runs collect (prompts -> rollout -> rewards) -> learn (window -> update) -> sync. Each arrow is one call in `run`.
+    """Runs collect (prompts -> rollout -> rewards) -> learn (train batch -> update) -> sync. Each arrow is one call in `run`.
 
     With several processes, every process has the table of all rows of a step, and the tokens of those rows only that it samples
     or trains. What is learned does not depend on the number of processes.

@@ -47,21 +47,21 @@ class Reporter:
         Raises:
             DivergedError: more updates in a row were skipped than the recipe tolerates; raised in all processes.
         """
-        window, signal, skipped = learned.window, learned.signal, learned.skipped
+        train_batch, advantages, skipped = learned.train_batch, learned.advantages, learned.skipped
         nothing = skipped is not None and not skipped.update
         table, rank = got.table, self.processes.rank
         trained, advantage = np.zeros(len(table), dtype=bool), np.zeros(len(table))
-        trained[~table.replaced], advantage[~table.replaced] = signal.trained.numpy(), signal.advantages.numpy()
+        trained[~table.replaced], advantage[~table.replaced] = advantages.trained.numpy(), advantages.advantages.numpy()
         others = (table.holder == rank) & ~trained
         left = got.samples.take(table.place[others])
-        offsets = window.samples.completion_ids.offsets
-        policy_logp = Ragged(window.flat("old_at_sampling").numpy(), np.append(offsets, np.repeat(offsets[-1:], len(left))))
+        offsets = train_batch.samples.completion_ids.offsets
+        policy_logp = Ragged(train_batch.flat("old_at_sampling").numpy(), np.append(offsets, np.repeat(offsets[-1:], len(left))))
         rollout = Rollout(
             step=at.step,
-            samples=Samples.join([window.samples, left]),
+            samples=Samples.join([train_batch.samples, left]),
             policy_logp=policy_logp,
-            advantage=np.concatenate([signal.advantages[window.rows].numpy(), advantage[others]]),
-            trained=np.append(np.full(len(window.rows), not nothing), np.zeros(len(left), dtype=bool)),
+            advantage=np.concatenate([advantages.advantages[train_batch.rows].numpy(), advantage[others]]),
+            trained=np.append(np.full(len(train_batch.rows), not nothing), np.zeros(len(left), dtype=bool)),
         )
         self.processes.run_all(lambda: self.writer.write(rollout, always=skipped is not None))
         if skipped is not None:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlgen.algorithms.base import Signal
+from rlgen.algorithms.base import Advantages
 from rlgen.losses.inputs import Mean, Stats
 from rlgen.run.records import as_text
-from rlgen.trainers.window import Window
+from rlgen.trainers.train_batch import TrainBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class SkippedUpdate:
 class StepResult:
     """What a step has learned from its samples."""
 
-    window: Window
-    signal: Signal  # of the rows that were not replaced
+    train_batch: TrainBatch
+    advantages: Advantages  # of the rows that were not replaced
     metrics: dict[str, Any]
     skipped: SkippedUpdate | None  # the same in all processes; None: no update was skipped

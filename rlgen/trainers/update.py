@@ -1,4 +1,4 @@
-"""Trains on a window of rows: micro-batches, then optimizer steps."""
+"""Trains on the rows of a train batch: micro-batches, then optimizer steps."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -28,13 +28,13 @@ from rlgen.processes import Processes
 from rlgen.rollout.batch import collate
 from rlgen.sentinel.watch import Watch
 from rlgen.trainers.results import MicroBatchResult, SkippedUpdate, UpdateResult
-from rlgen.trainers.window import Window
-from rlgen.types import Batch, Distribution
+from rlgen.trainers.train_batch import TrainBatch
+from rlgen.types import Distribution, MicroBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Updater:
-    """Runs forward, loss and backward over the micro-batches of a window, then one optimizer step; all of it `updates` times.
+    """Runs forward, loss and backward over the micro-batches of a step, then one optimizer step; all of it `updates` times.
 
     The policy runs once per trained token and update. The log-probs of the first update, detached, are the `old_logp` of the
     rollout: the trainer's, before any weight changes. Later updates use the same ones. If samples are of earlier weights
@@ -60,9 +60,9 @@ class Updater:
     deterministic: bool  # kernels that give the same bits each time
 
     def __call__(
-        self, window: Window, step: int, first: UpdateResult | None = None
+        self, train_batch: TrainBatch, step: int, first: UpdateResult | None = None
     ) -> tuple[dict[str, Any], SkippedUpdate | None]:
-        """Trains on `window`. Returns the metrics over all processes, and the skipped update or None, which is the same in all.
+        """Returns the metrics over all processes, and the skipped update or None, which is the same in all.
 
         Every update of the step counts in one metric: `updates/done`, `updates/empty` (nothing to learn: no tokens, or a gradient
         of exactly zero, on which Adam would move weights by its momentum) or `updates/skipped` (not finite).
@@ -76,35 +76,37 @@ class Updater:
             SetupError: a process has too little memory.
         """
         with same_bits(self.deterministic):
-            return self._train(window, step, first)
+            return self._train(train_batch, step, first)
 
-    def _train(self, window: Window, step: int, first: UpdateResult | None) -> tuple[dict[str, Any], SkippedUpdate | None]:
+    def _train(
+        self, train_batch: TrainBatch, step: int, first: UpdateResult | None
+    ) -> tuple[dict[str, Any], SkippedUpdate | None]:
         metrics: dict[str, Any] = {
             Metric.LOSS: None,
             Metric.GRAD_NORM: None,
             Metric.LEARNING_RATE: self.optimizer.param_groups[0]["lr"],
-            Metric.TOKENS_TRAINED: window.totals.tokens,
+            Metric.TOKENS_TRAINED: train_batch.totals.tokens,
             Metric.TOKENS_PADDING: 0,
             Metric.UPDATES_DONE: 0,
             Metric.UPDATES_EMPTY: 0,
             Metric.UPDATES_SKIPPED: 0,
         }
-        if not window.totals.tokens:
+        if not train_batch.totals.tokens:
             return metrics | {Metric.UPDATES_EMPTY: self.updates}, None
         if self.algorithm.top_entropy < 1:
-            self.processes.run_all(partial(self._entropy, window), has_collectives=self.sharded)
-            window = window.select_tokens(self.algorithm.top_entropy, self.processes)
+            self.processes.run_all(partial(self._entropy, train_batch), has_collectives=self.sharded)
+            train_batch = train_batch.select_tokens(self.algorithm.top_entropy, self.processes)
         parts: list[UpdateResult] = []
         skipped: SkippedUpdate | None = None
         for update in range(self.updates):
             if first is None or update:
                 part = UpdateResult.sum(
-                    self.processes.gather_all(partial(self._run, window, update), has_collectives=self.sharded)
+                    self.processes.gather_all(partial(self._run, train_batch, update), has_collectives=self.sharded)
                 )
             else:
                 part = first
             if update == 0:
-                metrics |= self._mismatch(window, step)
+                metrics |= self._mismatch(train_batch, step)
                 metrics[Metric.TOKENS_PADDING] = part.padding
             norm = None if part.nonfinite else self._add_up(part)
             size = None if norm is None else whole(norm).item()
@@ -124,63 +126,63 @@ class Updater:
         metrics[Metric.LOSS] = total.loss / len(parts)
         return metrics | {name: stat.value for name, stat in total.stats.items()}, skipped
 
-    def run_first(self, window: Window) -> UpdateResult:
+    def run_first(self, train_batch: TrainBatch) -> UpdateResult:
         """Runs the micro-batches of a first update, and adds up their gradients in the parameters. For `trainers.groups`."""
         with same_bits(self.deterministic):
-            return self._run(window, 0)
+            return self._run(train_batch, 0)
 
-    def gradient(self, window: Window) -> Tensor:
-        """Returns the gradient of the first update on `window`, [N] on the CPU. Changes no weight.
+    def gradient(self, train_batch: TrainBatch) -> Tensor:
+        """Returns the gradient of the first update on `train_batch`, [N] on the CPU. Changes no weight.
 
         The sentinel uses it. If the weights are sharded, it is this process's shard.
         """
-        part = UpdateResult.sum(self.processes.gather_all(partial(self._run, window, 0), has_collectives=self.sharded))
+        part = UpdateResult.sum(self.processes.gather_all(partial(self._run, train_batch, 0), has_collectives=self.sharded))
         self._add_gradients(part.with_gradient)
         grads = [own_part(p.grad) for p in self.policy.parameters() if p.grad is not None]
         flat = torch.cat([grad.flatten().cpu() for grad in grads])
         self.optimizer.zero_grad()
         return flat
 
-    def attempt(self, window: Window) -> None:
-        """Runs forward and backward on `window` to see whether memory suffices. Discards the gradients, even after an error."""
+    def attempt(self, train_batch: TrainBatch) -> None:
+        """Runs forward and backward to see whether memory suffices. Discards the gradients, even after an error."""
         try:
-            self._run(window, 0)
+            self._run(train_batch, 0)
         finally:
             self.optimizer.zero_grad()
 
     @torch.no_grad()
-    def _entropy(self, window: Window) -> None:
+    def _entropy(self, train_batch: TrainBatch) -> None:
         """Stores the entropy of each token of this process: which ones are trained depends on that of all."""
-        for rows in (*window.micro_batches, *window.idle):
-            batch = collate(window.samples, rows, self.processes.device)
+        for rows in (*train_batch.micro_batches, *train_batch.idle):
+            batch = collate(train_batch.samples, rows, self.processes.device)
             with memory_for(f"the entropy of {extent(batch)}", self.less_memory("forward"), SetupError):
-                window.put("entropy", batch, self.policy(batch, (self.distribution,), "value").entropy)
+                train_batch.put("entropy", batch, self.policy(batch, (self.distribution,), "value").entropy)
 
-    def _run(self, window: Window, update: int) -> UpdateResult:
+    def _run(self, train_batch: TrainBatch, update: int) -> UpdateResult:
         """Computes the micro-batches of this process, and adds up their gradients. Idle rows only run forward."""
-        device, samples = self.processes.device, window.samples
-        pieces, last = [], len(window.micro_batches) - 1
-        for place, rows in enumerate(window.micro_batches):
+        device, samples = self.processes.device, train_batch.samples
+        pieces, last = [], len(train_batch.micro_batches) - 1
+        for place, rows in enumerate(train_batch.micro_batches):
             send_gradients(self.policy, place == last, self.defer_sync)
-            pieces.append(self._backward(window, collate(samples, rows, device), update))
+            pieces.append(self._backward(train_batch, collate(samples, rows, device), update))
         with torch.no_grad():
-            for rows in window.idle:
+            for rows in train_batch.idle:
                 batch = collate(samples, rows, device)
                 with memory_for(f"the forward pass of {extent(batch)}", self.less_memory("forward"), SetupError):
-                    pieces.append(self._forward(window, batch, update)[1])
+                    pieces.append(self._forward(train_batch, batch, update)[1])
         having = frozenset(place for place, parameter in enumerate(self.policy.parameters()) if parameter.grad is not None)
         # An error of the device may show only here, where its numbers are read.
         with memory_for("the update", self.less_memory("backward"), SetupError):
             return UpdateResult.of(pieces, having)
 
-    def _backward(self, window: Window, batch: Batch, update: int) -> MicroBatchResult:
+    def _backward(self, train_batch: TrainBatch, batch: MicroBatch, update: int) -> MicroBatchResult:
         with memory_for(f"the forward pass of {extent(batch)}", self.less_memory("forward"), SetupError):
-            loss, piece = self._forward(window, batch, update)
+            loss, piece = self._forward(train_batch, batch, update)
         with memory_for(f"the backward pass of {extent(batch)}", self.less_memory("backward"), SetupError):
             loss.backward()
         return piece
 
-    def _forward(self, window: Window, batch: Batch, update: int) -> tuple[Tensor, MicroBatchResult]:
+    def _forward(self, train_batch: TrainBatch, batch: MicroBatch, update: int) -> tuple[Tensor, MicroBatchResult]:
         both = tuple(dict.fromkeys((loss_distribution(self.algorithm, self.distribution), self.distribution)))
         scores = self.policy(batch, both, "gradient" if self.algorithm.entropy_gradient else "value")
         policy_logp, at_sampling = scores.logp[0], scores.logp[-1].detach()
@@ -191,51 +193,51 @@ class Updater:
                 loss=nothing.detach(), finite=finite, places=(), padding=self.policy.padding(batch), stats={}
             )
         if update == 0:
-            window.put("old_logp", batch, policy_logp)
-            window.put("old_at_sampling", batch, at_sampling)
+            train_batch.put("old_logp", batch, policy_logp)
+            train_batch.put("old_at_sampling", batch, at_sampling)
             if scores.sure is not None:
-                window.put("sure", batch, scores.sure)
-        inputs = self._inputs(window, batch, policy_logp, scores.entropy)
+                train_batch.put("sure", batch, scores.sure)
+        inputs = self._inputs(train_batch, batch, policy_logp, scores.entropy)
         if update == 0:
             gap = Mismatch.of(at_sampling, batch.sampler_logp, inputs.weight, batch.mask, self.algorithm.correction)
-            window.mismatches.append(gap)
+            train_batch.mismatches.append(gap)
         loss, stats = self.algorithm.loss(inputs)
         return loss, MicroBatchResult(
             loss=loss.detach(),
             finite=policy_logp.isfinite().all(dim=1),
-            places=tuple(window.rows[list(batch.rows)].tolist()),
+            places=tuple(train_batch.rows[list(batch.rows)].tolist()),
             padding=self.policy.padding(batch),
             stats=stats,
         )
 
-    def _inputs(self, window: Window, batch: Batch, policy_logp: Tensor, entropy: Tensor) -> LossInputs:
+    def _inputs(self, train_batch: TrainBatch, batch: MicroBatch, policy_logp: Tensor, entropy: Tensor) -> LossInputs:
         rows, device = torch.tensor(batch.rows), policy_logp.device
         weight = importance_weight(
-            window.get("old_at_sampling", batch), batch.sampler_logp, batch.mask, self.algorithm.correction
+            train_batch.get("old_at_sampling", batch), batch.sampler_logp, batch.mask, self.algorithm.correction
         )
         return LossInputs(
             policy_logp=policy_logp,
-            old_logp=window.get("old_logp", batch),
+            old_logp=train_batch.get("old_logp", batch),
             sampler_logp=batch.sampler_logp,
-            ref_logp=window.get("ref_logp", batch) if "ref_logp" in window.frozen else None,
+            ref_logp=train_batch.get("ref_logp", batch) if "ref_logp" in train_batch.frozen else None,
             entropy=entropy,
             mask=batch.mask,
-            kept=window.get("kept", batch) if "kept" in window.frozen else batch.mask,
-            advantages=window.advantages[rows],
+            kept=train_batch.get("kept", batch) if "kept" in train_batch.frozen else batch.mask,
+            advantages=train_batch.advantages[rows],
             weight=weight,
-            group_tokens=onto(window.group_tokens[rows], device),
-            pair_id=window.pair_id[rows],
-            totals=window.totals,
+            group_tokens=onto(train_batch.group_tokens[rows], device),
+            pair_id=train_batch.pair_id[rows],
+            totals=train_batch.totals,
             max_tokens=self.max_tokens,
-            epoch=window.epoch,
+            epoch=train_batch.epoch,
         )
 
-    def _mismatch(self, window: Window, step: int) -> dict[str, Any]:
-        """Returns the metrics of the gap between engine and trainer over the whole window, after the sentinel has checked it."""
-        measured: dict[str, Any] = dict(Mismatch.of_window(window.mismatches).metrics(self.processes.total))
+    def _mismatch(self, train_batch: TrainBatch, step: int) -> dict[str, Any]:
+        """Returns the metrics of the gap between engine and trainer over the train batch, after the sentinel has checked it."""
+        measured: dict[str, Any] = dict(Mismatch.of_train_batch(train_batch.mismatches).metrics(self.processes.total))
         if self.watch is not None and measured[Metric.SAMPLER_DELTA_MEAN] is not None:
-            sure = window.flat("sure").bool() if self.distribution.truncated else None
-            measured[Metric.SENTINEL_DRIFT] = self.watch(window.samples, window.flat("old_at_sampling"), step, sure)
+            sure = train_batch.flat("sure").bool() if self.distribution.truncated else None
+            measured[Metric.SENTINEL_DRIFT] = self.watch(train_batch.samples, train_batch.flat("old_at_sampling"), step, sure)
         return measured
 
     def _add_up(self, part: UpdateResult) -> Tensor:
@@ -303,6 +305,6 @@ def same_bits(wanted: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def extent(batch: Batch) -> str:
+def extent(batch: MicroBatch) -> str:
     rows, tokens = batch.input_ids.shape
     return f"{rows} rows of {tokens} tokens"

@@ -111,9 +111,10 @@ class Pool:
                 raise self._error
             return self._facts
 
-    def open(self, stream: CallStream | None = None) -> CallStream:
-        """Returns a stream for calls: a new one, or this one, which other pools serve too. Only one is open at a time. Raises as
-        `facts` does, and RuntimeError in a closed pool.
+    def join(self, stream: CallStream) -> None:
+        """Opens the pool for calls of a stream, which other pools may serve too. Only one is open at a time.
+
+        Raises as `facts` does, and RuntimeError in a closed pool.
         """
         self.facts()
         with self._changed:
@@ -123,8 +124,7 @@ class Pool:
                 raise RuntimeError("the calls of another step are still open")
             self._failed = 0  # each step may try again to start workers
             self._attempts.clear()
-            self._stream = stream or CallStream([self])
-            return self._stream
+            self._stream = stream
 
     def add(self, stream: CallStream, calls: Sequence[WorkerCall]) -> None:
         """Queues calls of `stream` until workers are free. Does nothing if `stream` is not the open one."""

@@ -25,23 +25,30 @@ class CallOutcome:
 class CallStream:
     """Collects the outcomes of calls, which may be added while earlier ones run: those of a step, or of a run."""
 
-    def __init__(self, pools: Sequence["Pool"], places: Sequence[tuple[int, int]] | None = None) -> None:
-        """Of several pools, `places` says where the source of a call is: in which pool, and its index there."""
+    def __init__(self, pools: Sequence["Pool"], places: Sequence[tuple[int, int]] = ()) -> None:
+        """Opens the pools; raises as `Pool.join` does.
+
+        Args:
+            places: of the source of a call that is added: its pool, and its index there.
+        """
         self._pools = pools
         self._places = places
         self.came: SimpleQueue[CallOutcome | Exception] = SimpleQueue()  # from all pools; none follows an error
         self._added = self._taken = 0  # numbers of calls and of outcomes
+        try:
+            for pool in pools:
+                pool.join(self)
+        except BaseException:
+            self.close()  # no pool stays open
+            raise
 
     def add(self, calls: Sequence[WorkerCall]) -> None:
         """Queues calls, which run as soon as a worker is free. May be called from any thread; after an error it does nothing."""
         self._added += len(calls)
-        if self._places is None:
-            self._pools[0].add(self, calls)
-            return
         by_pool: dict[int, list[WorkerCall]] = defaultdict(list)
         for call in calls:
             pool, place = self._places[call.source]
-            by_pool[pool].append(replace(call, source=place))
+            by_pool[pool].append(call if place == call.source else replace(call, source=place))
         for pool, own in by_pool.items():
             self._pools[pool].add(self, own)
 

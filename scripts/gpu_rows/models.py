@@ -15,7 +15,7 @@ from gpu_rows.record import Place
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Qwen3Config
 
-    from rlgen.types import Batch
+    from rlgen.types import MicroBatch
 
 # As in the config.json of Qwen/Qwen3-0.6B: 596,049,920 parameters.
 LARGE = {
@@ -60,13 +60,13 @@ def random_model(config: Qwen3Config, device: str) -> PreTrainedModel:
     return model.eval()
 
 
-def random_batch(rows: int, length: int, prompt: int, vocabulary: int, device: str) -> Batch:
+def random_batch(rows: int, length: int, prompt: int, vocabulary: int, device: str) -> MicroBatch:
     """Returns `rows` rows of `length` random ids, the same on each call and device, of which all but the prompt count."""
-    from rlgen.types import Batch
+    from rlgen.types import MicroBatch
 
     ids = torch.randint(0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(0)).to(device)
     counted = torch.ones_like(ids[:, prompt:], dtype=torch.bool)
-    return Batch(
+    return MicroBatch(
         rows=tuple(range(rows)),
         input_ids=ids,
         lengths=(length,) * rows,

@@ -78,13 +78,13 @@ def opened(place: Place, engine: dict[str, Any]) -> Iterator[Any]:
     from rlgen.processes import Processes
     from rlgen.recipe import load_recipe
     from rlgen.setup.data import open_data
-    from rlgen.setup.pair import open_pair
     from rlgen.setup.probe import probe_of
+    from rlgen.setup.trainer_and_engine import open_trainer_and_engine
 
     path = recipe(place, path_of(place, "large"), engine, DTYPE="bfloat16")
     loaded = load_recipe(path, []).recipe
-    with closing(open_pair(loaded, open_data(loaded), None, Processes.alone(), Path(place.folder), print)) as pair:
-        yield probe_of(loaded, pair)
+    with closing(open_trainer_and_engine(loaded, open_data(loaded), None, Processes.alone(), Path(place.folder), print)) as both:
+        yield probe_of(loaded, both)
 
 
 def gap_of(probe: Any) -> float:

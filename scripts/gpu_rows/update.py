@@ -62,28 +62,28 @@ def update(place: Place) -> Finding:
 
 def update_seconds(place: Place, config: Any, shape: Shape, packed: bool) -> tuple[float, float]:
     """Returns the seconds of an update, and of its forward and backward pass."""
-    updater, window = open_updater(place, config, shape, packed)
+    updater, train_batch = open_updater(place, config, shape, packed)
 
     def train() -> None:
-        metrics, skipped = updater(window, 1)
-        window.mismatches.clear()
+        metrics, skipped = updater(train_batch, 1)
+        train_batch.mismatches.clear()
         if skipped is not None or metrics["updates/done"] != 1:
             raise RuntimeError(f"the update was not made: {metrics}, {skipped}")
 
     seconds = seconds_of(train, place.device, repeats=5, warm=3)
-    passes = seconds_of(lambda: updater.attempt(window), place.device, repeats=5, warm=1)
+    passes = seconds_of(lambda: updater.attempt(train_batch), place.device, repeats=5, warm=1)
     return seconds, passes
 
 
 def open_updater(place: Place, config: Any, shape: Shape, packed: bool) -> tuple[Any, Any]:
-    """Returns an updater as a run has it, and a window of one micro-batch of made-up samples."""
+    """Returns an updater as a run has it, and a train batch of one micro-batch of made-up samples."""
     from rlgen.algorithms.grpo import GRPO
     from rlgen.models.policy import Policy
     from rlgen.processes import Processes
     from rlgen.recipe.trainers import GRPORecipe
     from rlgen.rollout.table import RowTable
+    from rlgen.trainers.train_batch import TrainBatch
     from rlgen.trainers.update import Updater
-    from rlgen.trainers.window import Window
     from rlgen.types import WHOLE
 
     processes = (
@@ -97,8 +97,8 @@ def open_updater(place: Place, config: Any, shape: Shape, packed: bool) -> tuple
     if packed and (reason := policy.pack(prompts_of(samples))):
         raise RuntimeError(f"its rows cannot be packed: {reason}")
     table = RowTable.gather(samples, processes)
-    signal = algorithm.advantages(table.scores({"made up": 1.0}))
-    window = Window.of(table, samples, signal, 0.0, shape.tokens, processes, packed=packed)
+    advantages = algorithm.advantages(table.scores({"made up": 1.0}))
+    train_batch = TrainBatch.of(table, samples, advantages, 0.0, shape.tokens, processes, packed=packed)
     updater = Updater(
         processes=processes,
         sharded=False,
@@ -113,7 +113,7 @@ def open_updater(place: Place, config: Any, shape: Shape, packed: bool) -> tuple
         less_memory=lambda phase: (),
         deterministic=False,
     )
-    return updater, window
+    return updater, train_batch
 
 
 def made_up(shape: Shape, vocabulary: int, ragged: bool = False) -> Any:

@@ -32,8 +32,8 @@ def scores() -> Scores:
 def inputs(recipe: GRPORecipe | RLOORecipe | OnlineDPORecipe) -> LossInputs:
     """The rows that the algorithm trains, with ratios and weights on both sides of every bound."""
     algorithm, generator = build_algorithm(recipe), torch.Generator().manual_seed(3)
-    signal = algorithm.advantages(scores())
-    rows = signal.trained.nonzero()[:, 0]
+    advantages = algorithm.advantages(scores())
+    rows = advantages.trained.nonzero()[:, 0]
     shape = len(rows), max(LENGTHS)
     mask = torch.arange(shape[1]) < torch.tensor(LENGTHS)[rows, None]
 
@@ -49,12 +49,12 @@ def inputs(recipe: GRPORecipe | RLOORecipe | OnlineDPORecipe) -> LossInputs:
         entropy=torch.ones(shape, dtype=torch.float64),
         mask=mask,
         kept=mask,
-        advantages=signal.advantages[rows],
+        advantages=advantages.advantages[rows],
         weight=importance_weight(old, sampler, mask, algorithm.correction),
         group_tokens=torch.ones(len(rows), dtype=torch.long),
-        pair_id=signal.pair_id[rows],
+        pair_id=advantages.pair_id[rows],
         totals=Totals(
-            sequences=int(signal.counted.sum()),
+            sequences=int(advantages.counted.sum()),
             tokens=int(mask.sum()),
             kept=int(mask.sum()),
             prompts=3,
@@ -115,9 +115,9 @@ def test_rloo() -> None:
 def test_online_dpo() -> None:
     recipe = OnlineDPORecipe(kind="online_dpo")
     algorithm = build_algorithm(recipe)
-    signal = algorithm.advantages(scores())
+    advantages = algorithm.advantages(scores())
     # Best and worst of the two prompts whose rewards differ: rows 0 and 1 of prompt 4, rows 3 and 4 of prompt 7.
-    assert signal.trained.nonzero()[:, 0].tolist() == [0, 1, 3, 4]
+    assert advantages.trained.nonzero()[:, 0].tolist() == [0, 1, 3, 4]
     x = inputs(recipe)
     assert x.ref_logp is not None and x.advantages.tolist() == [1.0, -1.0, 1.0, -1.0]
     gaps = torch.where(x.mask, x.policy_logp - x.ref_logp, 0.0).sum(1).tolist()

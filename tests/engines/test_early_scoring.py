@@ -11,7 +11,7 @@ from helpers.rollouts import rollout_rows
 from safetensors.torch import load_file
 
 from rlgen.cli.train import train_command
-from rlgen.rewards.early import EarlyScoring
+from rlgen.rewards.score import EarlyScoring
 from rlgen.rollout.sampler import Sampler
 from rlgen.types import Completion, Group
 

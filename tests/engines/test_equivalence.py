@@ -34,9 +34,9 @@ from rlgen.rollout.table import RowTable
 from rlgen.run.console import Console
 from rlgen.run.directory import RunDirectory
 from rlgen.sentinel.sync import send_weights
-from rlgen.setup import pair as pair_module
 from rlgen.setup import trainer as opening
-from rlgen.trainers.window import Window
+from rlgen.setup import trainer_and_engine
+from rlgen.trainers.train_batch import TrainBatch
 from rlgen.types import Completion, Distribution, Request, Sample, Samples, Sampling
 
 PROMPTS = ["7", "sort 3 1 2: ", "The quick brown fox jumps over the lazy dog. ", "sort 3 1 2: ", "once upon a time"]
@@ -146,7 +146,7 @@ def take_step(recipe: Recipe, engine: Engine, folder: Path, further_stops: Seque
     recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"source": str(folder / "prompts.jsonl")})})
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pair_module, "build_engine", lambda *_: engine)
+        patch.setattr(trainer_and_engine, "build_engine", lambda *_: engine)
         patch.setattr(opening, "climb", lambda probe: [])  # the engine's weights are still those of the case before
         patch.setattr(opening, "record_attempt", lambda *_: None)
         directory = RunDirectory.create(Path(mkdtemp(dir=folder)), "", "")  # with a journal of its own
@@ -154,7 +154,7 @@ def take_step(recipe: Recipe, engine: Engine, folder: Path, further_stops: Seque
         attempt = opening.RunContext(recipe=recipe, directory=directory, console=console, processes=processes)
         trainer, _ = opening.open_trainer(attempt)
     learn, collect = trainer.learn, trainer.collect
-    policy, reference = learn.update.policy, learn.windows.reference
+    policy, reference = learn.update.policy, learn.builder.reference
     assert reference is not None
     # Changed weights: engine and policy are no copies of the reference any more.
     generator = torch.Generator().manual_seed(1)
@@ -175,18 +175,18 @@ def take_step(recipe: Recipe, engine: Engine, folder: Path, further_stops: Seque
     assert dropped == 0
     samples = [sample for group in collect.scorer.score(groups, step=VERSION + 1) for sample in group.samples]
     held = Samples.of(samples)
-    window, signal, _ = learn.windows.build(RowTable.gather(held, Processes.alone()), held, epoch=0.0)
+    train_batch, advantages, _ = learn.builder.build(RowTable.gather(held, Processes.alone()), held, epoch=0.0)
     temperature = 1.0 if recipe.trainer.kind == "online_dpo" else recipe.rollout.temperature or 1.0
     distribution = Distribution(temperature=temperature)
     logp, ref_logp = (score(model, samples, distribution, 4096, Processes.alone()) for model in (policy, reference))
-    metrics, _ = update(window, step=VERSION + 1)
+    metrics, _ = update(train_batch, step=VERSION + 1)
     collect.scorer.close()
-    pieces = len(window.micro_batches) + len(window.idle)
+    pieces = len(train_batch.micro_batches) + len(train_batch.idle)
     assert pieces > 1 and len(heard.losses) == 2 * pieces
     return Step(
         samples=samples,
-        advantages=signal.advantages.tolist(),
-        pairs=joined(window),
+        advantages=advantages.advantages.tolist(),
+        pairs=joined(train_batch),
         logp=logp,
         ref_logp=ref_logp,
         losses=[sum(heard.losses[:pieces]), sum(heard.losses[pieces:])],
@@ -200,10 +200,10 @@ def flat(policy: Any) -> Tensor:
     return torch.cat([parameter.detach().flatten().double() for parameter in policy.parameters()])
 
 
-def joined(window: Window) -> set[frozenset[tuple[int, int]]]:
+def joined(train_batch: TrainBatch) -> set[frozenset[tuple[int, int]]]:
     rows: dict[int, list[tuple[int, int]]] = {}
-    samples = window.samples
-    for group_id, sample_index, pair in zip(samples.group_id, samples.sample_index, window.pair_id.tolist(), strict=True):
+    samples = train_batch.samples
+    for group_id, sample_index, pair in zip(samples.group_id, samples.sample_index, train_batch.pair_id.tolist(), strict=True):
         if pair >= 0:
             rows.setdefault(pair, []).append((int(group_id), int(sample_index)))
     assert all(len(pair) == 2 for pair in rows.values())

@@ -8,10 +8,10 @@ from torch import Tensor
 from helpers.samples import make_sample
 from rlgen.models.policy import Policy
 from rlgen.rollout.batch import collate
-from rlgen.types import Batch, Distribution, Samples
+from rlgen.types import Distribution, MicroBatch, Samples
 
 
-def random_batch(prompt: int, completions: Sequence[int]) -> Batch:
+def random_batch(prompt: int, completions: Sequence[int]) -> MicroBatch:
     """Rows of `prompt` ids that no other row has, each with a completion of its own length."""
     draw = torch.Generator().manual_seed(0)
     rows = []
@@ -22,7 +22,7 @@ def random_batch(prompt: int, completions: Sequence[int]) -> Batch:
     return collate(Samples.of(rows, ()), range(len(rows)), torch.device("cpu"))
 
 
-def gradients(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
+def gradients(policy: Policy, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """Log-probs [B, T], and the gradient of a sum of them that weighs every token differently, as one vector."""
     policy.zero_grad()
     logp = policy(batch, (Distribution(temperature=0.9),), "value").logp[0]

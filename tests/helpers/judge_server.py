@@ -2,13 +2,14 @@
 
 import asyncio
 import json
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
+
+from helpers.web_app import serving_route
 
 HANG = object()  # no answer at all
 Answer = Any  # a text; (status, text) or (status, text, headers); HANG
@@ -58,27 +59,9 @@ class JudgeServer:
 @contextmanager
 def serving(answer: Callable[[str], Answer], port: int = 0) -> Iterator[JudgeServer]:
     """Yields a server that runs until the block ends."""
-    judge, loop = JudgeServer(answer), asyncio.new_event_loop()
-
-    async def start() -> web.AppRunner:
-        app = web.Application()
-        app.router.add_post("/v1/chat/completions", judge.chat)
-        runner = web.AppRunner(app, shutdown_timeout=0.01)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", port).start()
-        judge.port = runner.addresses[0][1]
-        return runner
-
-    runner = loop.run_until_complete(start())
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    try:
+    judge = JudgeServer(answer)
+    with serving_route("POST", "/v1/chat/completions", judge.chat, port) as judge.port:
         yield judge
-    finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
 
 
 def lines_of(path: Any) -> list[dict[str, Any]]:

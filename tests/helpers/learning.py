@@ -6,15 +6,15 @@ from rlgen.algorithms.base import Algorithm
 from rlgen.models.policy import Policy
 from rlgen.processes import Processes
 from rlgen.trainers.loop import Learning
+from rlgen.trainers.train_batch import TrainBatchBuilder
 from rlgen.trainers.update import Updater
-from rlgen.trainers.window import WindowBuilder
 from rlgen.types import WHOLE
 
 
 def learning(
     algorithm: Algorithm, policy: Policy, reference: Policy, optimizer: Any, budget: int, updates: int, max_grad_norm: float
 ) -> Learning:
-    windows = WindowBuilder(
+    builder = TrainBatchBuilder(
         processes=Processes.alone(),
         algorithm=algorithm,
         weights={"reward": 1.0},
@@ -37,4 +37,4 @@ def learning(
         less_memory=lambda phase: [],
         deterministic=False,
     )
-    return Learning(windows=windows, update=update, groups=None)
+    return Learning(builder=builder, update=update, groups=None)

@@ -8,8 +8,8 @@ import pytest
 from conftest import RECIPE
 
 from rlgen.cli.train import train_command
+from rlgen.trainers.train_batch import TrainBatch
 from rlgen.trainers.update import Updater
-from rlgen.trainers.window import Window
 
 SPREAD = "def spread(completion_ids): return sum(completion_ids) % 97 / 97\n"
 SMALL = [
@@ -36,10 +36,10 @@ def step_now(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """Returns a function that says which step is in its updates; 0: none."""
     now, train = [0], Updater.__call__
 
-    def noting(updater: Updater, window: Window, step: int) -> Any:
+    def noting(updater: Updater, train_batch: TrainBatch, step: int) -> Any:
         now.append(step)
         try:
-            return train(updater, window, step)
+            return train(updater, train_batch, step)
         finally:
             now.pop()
 

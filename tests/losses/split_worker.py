@@ -1,4 +1,4 @@
-"""What the real window, updater and policy make of one global batch, however it is split: gradients of every loss.
+"""What the real train batch, updater and policy make of one global batch, however it is split: gradients of every loss.
 
 As a script it is one of the processes of `torchrun`, and process 0 writes the gradients: `split_worker.py OUTPUT.pt`.
 With whole weights and with sharded ones; of all rows, and of so few that some processes have none.
@@ -25,8 +25,8 @@ from rlgen.models.sharding import mesh_of, shard
 from rlgen.processes import Processes
 from rlgen.rollout.score import score
 from rlgen.rollout.table import RowTable
+from rlgen.trainers.train_batch import TrainBatch
 from rlgen.trainers.update import Updater
-from rlgen.trainers.window import Window
 from rlgen.types import WHOLE, Sample, Samples
 
 # Without a KL, rows without advantage go through no backward pass.
@@ -41,7 +41,7 @@ BUDGET = 60  # of tokens in a micro-batch
 GROUPS = (0, 0, 0, 1, 1, 2, 2, 1, 3, 3, 4, 4, 4, 5, 5, 6, 6, 7, 7, 8, 8, 7)
 LENGTHS = (3, 9, 5, 4, 1, 6, 12, 7, 2, 8, 5, 5, 10, 3, 1, 4, 6, 11, 2, 9, 7, 5)
 ALL, FEW = range(len(GROUPS)), range(5, 7)  # rows; the few are one pair, for three processes
-Dealt: TypeAlias = dict[str, list["Window"]]  # by loss: the window of each process
+Dealt: TypeAlias = dict[str, list["TrainBatch"]]  # by loss: the train batch of each process
 Found: TypeAlias = dict[tuple[str, torch.dtype, bool, int], Tensor]  # by loss, dtype, whether sharded, and number of rows
 
 
@@ -68,7 +68,7 @@ class UnitStep:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Batches and windows are made of lists, in the default dtype."""
+    """Batches and builder are made of lists, in the default dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -141,29 +141,29 @@ def reference_logp(dtype: torch.dtype) -> list[Tensor]:
         return [logp.to(dtype) for logp in score(reference, samples(), WHOLE, BUDGET, ONE)]
 
 
-def window_of(algorithm: Algorithm, dtype: torch.dtype, rows: Sequence[int], processes: Processes = ONE) -> Window:
-    """The window of a process that has sampled every `world`-th of these rows."""
+def train_batch_of(algorithm: Algorithm, dtype: torch.dtype, rows: Sequence[int], processes: Processes = ONE) -> TrainBatch:
+    """The train batch of a process that has sampled every `world`-th of these rows."""
     held = Samples.of([samples()[row] for row in rows[processes.rank :: processes.world]], ["reward"])
     table = RowTable.gather(held, processes)
-    signal = algorithm.advantages(table.scores({"reward": 1.0}))
-    window = Window.of(table, held, signal, 0.0, BUDGET, processes, algorithm.learns_without_advantage)
+    advantages = algorithm.advantages(table.scores({"reward": 1.0}))
+    train_batch = TrainBatch.of(table, held, advantages, 0.0, BUDGET, processes, algorithm.learns_without_advantage)
     if algorithm.reference == "loss":
-        own = [reference_logp(dtype)[seed] for seed in window.samples.seed.tolist()]  # the seed is the row's number
-        window.frozen["ref_logp"] = torch.cat([torch.zeros(0, dtype=dtype), *own])
-    # A window keeps them in float32; comparing in float64 would see that.
-    return replace(window, advantages=signal.advantages[window.rows].to(dtype))
+        own = [reference_logp(dtype)[seed] for seed in train_batch.samples.seed.tolist()]  # the seed is the row's number
+        train_batch.frozen["ref_logp"] = torch.cat([torch.zeros(0, dtype=dtype), *own])
+    # A train batch keeps them in float32; comparing in float64 would see that.
+    return replace(train_batch, advantages=advantages.advantages[train_batch.rows].to(dtype))
 
 
 def gradients(
     algorithm: Algorithm,
     dtype: torch.dtype,
-    window: Window,
+    train_batch: TrainBatch,
     processes: Processes = ONE,
     sharded: bool = False,
     count: int | None = None,
     defer_sync: bool = False,
 ) -> Tensor:
-    """[UPDATES, parameters] of each of the updates that the updater makes on the window; `count` processes share the weights."""
+    """[UPDATES, parameters] of each update that the updater makes on the train batch; `count` processes share the weights."""
     policy = copy.deepcopy(policy_of(dtype, seed=0))
     if sharded:
         shard(policy, mesh_of(processes, count))
@@ -183,7 +183,7 @@ def gradients(
         less_memory=lambda phase: [],
         deterministic=False,
     )
-    updater(window, step=1)
+    updater(train_batch, step=1)
     return torch.stack(optimizer.gradients)
 
 
@@ -202,10 +202,10 @@ def main(output: str) -> None:
         of_this_world = [(torch.float64, True, ALL)] if processes.world == 2 else [(torch.float64, s, FEW) for s in (False, True)]
         for dtype, sharded, rows in [*((dtype, False, ALL) for dtype in DTYPES), *of_this_world]:
             with default_dtype(dtype):
-                window = window_of(algorithm, dtype, rows, processes)
+                train_batch = train_batch_of(algorithm, dtype, rows, processes)
                 if rows is ALL and name in ("dapo", "no kl", "sigmoid"):
-                    dealt[name] = processes.gather([window])
-                found[name, dtype, sharded, len(rows)] = gradients(algorithm, dtype, window, processes, sharded)
+                    dealt[name] = processes.gather([train_batch])
+                found[name, dtype, sharded, len(rows)] = gradients(algorithm, dtype, train_batch, processes, sharded)
     if processes.is_main:
         torch.save((found, dealt), output)
     processes.close()

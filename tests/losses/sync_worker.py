@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from split_worker import ALGORITHMS, ALL, default_dtype, gradients, window_of
+from split_worker import ALGORITHMS, ALL, default_dtype, gradients, train_batch_of
 
 from rlgen.processes import Processes
 
@@ -42,13 +42,13 @@ def main(output: str) -> None:
     torch.set_num_threads(1)
     processes, found = Processes.open(timeout=60), {}
     with default_dtype(DTYPE):
-        window = window_of(ALGORITHMS[NAME], DTYPE, ALL, processes)
+        train_batch = train_batch_of(ALGORITHMS[NAME], DTYPE, ALL, processes)
         for count, defer in WAYS:
             with counted(processes) as sent:
-                gradient = gradients(ALGORITHMS[NAME], DTYPE, window, processes, True, count, defer)
+                gradient = gradients(ALGORITHMS[NAME], DTYPE, train_batch, processes, True, count, defer)
             found[count, defer] = gradient, sent
     if processes.is_main:
-        torch.save((found, len(window.micro_batches)), output)
+        torch.save((found, len(train_batch.micro_batches)), output)
     processes.close()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import sync_worker
 import torch
-from split_worker import ALGORITHMS, ALL, UPDATES, default_dtype, gradients, relative_error, window_of
+from split_worker import ALGORITHMS, ALL, UPDATES, default_dtype, gradients, relative_error, train_batch_of
 from sync_worker import DTYPE, NAME, WAYS
 
 GROUPS = 2  # that FSDP2 makes of this model: its layer, and the rest
@@ -33,7 +33,7 @@ def test_gradients_are_sent_when_the_recipe_says(launched: Any, count: int | Non
     found, micro_batches = launched
     gradient, sent = found[count, defer]
     with default_dtype(DTYPE):
-        assert relative_error(gradient, gradients(ALGORITHMS[NAME], DTYPE, window_of(ALGORITHMS[NAME], DTYPE, ALL))) <= 1e-9
+        assert relative_error(gradient, gradients(ALGORITHMS[NAME], DTYPE, train_batch_of(ALGORITHMS[NAME], DTYPE, ALL))) <= 1e-9
     assert micro_batches > 1
     assert sent == {
         "reduce_scatter_single": UPDATES * GROUPS * (1 if defer else micro_batches),

@@ -93,8 +93,8 @@ def test_a_completion_that_did_not_end_pays(penalty, chosen):
         truncated=torch.tensor([True, False]),
         kl=None,
     )
-    signal = algorithm.advantages(scores)
-    assert signal.advantages.argmax() == chosen and signal.pair_id.tolist() == [0, 0]
+    advantages = algorithm.advantages(scores)
+    assert advantages.advantages.argmax() == chosen and advantages.pair_id.tolist() == [0, 0]
 
 
 def one_pair(**given):

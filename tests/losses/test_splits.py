@@ -12,10 +12,22 @@ import pytest
 import split_worker
 import torch
 from helpers.slow import slow_but
-from split_worker import ALGORITHMS, ALL, DTYPES, FEW, GROUPS, Dealt, Found, default_dtype, gradients, relative_error, window_of
+from split_worker import (
+    ALGORITHMS,
+    ALL,
+    DTYPES,
+    FEW,
+    GROUPS,
+    Dealt,
+    Found,
+    default_dtype,
+    gradients,
+    relative_error,
+    train_batch_of,
+)
 from torch import Tensor
 
-from rlgen.trainers.window import Window
+from rlgen.trainers.train_batch import TrainBatch
 
 every_loss = pytest.mark.parametrize("name", ALGORITHMS)
 in_both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -35,7 +47,7 @@ def one_thread() -> Iterator[None]:
 @cache
 def whole(name: str, dtype: torch.dtype, rows: Sequence[int] = ALL) -> Tensor:
     with default_dtype(dtype):
-        return gradients(ALGORITHMS[name], dtype, in_micro_batches(window_of(ALGORITHMS[name], dtype, rows), 1))
+        return gradients(ALGORITHMS[name], dtype, in_micro_batches(train_batch_of(ALGORITHMS[name], dtype, rows), 1))
 
 
 @pytest.fixture(scope="module")
@@ -95,18 +107,18 @@ def test_micro_batches_and_order_change_nothing(name: str, dtype: torch.dtype) -
         order = torch.randperm(len(ALL), generator=torch.Generator().manual_seed(count)).tolist()
         for rows in (ALL, order):
             with default_dtype(dtype):
-                window = in_micro_batches(window_of(algorithm, dtype, rows), count)
-                assert len(window.micro_batches) == count
-                assert relative_error(gradients(algorithm, dtype, window), whole(name, dtype)) <= BOUND[dtype], count
+                train_batch = in_micro_batches(train_batch_of(algorithm, dtype, rows), count)
+                assert len(train_batch.micro_batches) == count
+                assert relative_error(gradients(algorithm, dtype, train_batch), whole(name, dtype)) <= BOUND[dtype], count
 
 
-def in_micro_batches(window: Window, count: int) -> Window:
+def in_micro_batches(train_batch: TrainBatch, count: int) -> TrainBatch:
     """Of one row, or pair, each, but for the last, which has the rest."""
-    pairs = window.pair_id.tolist()
+    pairs = train_batch.pair_id.tolist()
     units = [[row for row, of_row in enumerate(pairs) if of_row == pair] for pair in dict.fromkeys(pairs) if pair >= 0]
     units = units or [[row] for row in range(len(pairs))]
     parts = [*units[: count - 1], [row for unit in units[count - 1 :] for row in unit]]
-    return replace(window, micro_batches=tuple(map(tuple, parts)), idle=())
+    return replace(train_batch, micro_batches=tuple(map(tuple, parts)), idle=())
 
 
 def test_the_losses_differ() -> None:
@@ -142,9 +154,9 @@ def test_groups_are_dealt_to_several_processes_and_pairs_to_one(launched: tuple[
 def test_each_row_comes_with_its_own_tokens(launched: tuple[dict[int, Found], dict[int, Dealt]]) -> None:
     for dealt in launched[1].values():
         for hands in dealt.values():
-            for window in hands:
-                for row in range(len(window.samples)):
-                    sent, sampled = window.samples[row], split_worker.samples()[int(window.samples.seed[row])]
+            for train_batch in hands:
+                for row in range(len(train_batch.samples)):
+                    sent, sampled = train_batch.samples[row], split_worker.samples()[int(train_batch.samples.seed[row])]
                     assert replace(sent, completion="x") == sampled
 
 

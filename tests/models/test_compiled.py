@@ -16,7 +16,7 @@ from rlgen.models.policy import Policy
 from rlgen.models.weights import own_tensors
 from rlgen.recipe.models import LoraRecipe
 from rlgen.setup.policy import checkpoint_activations
-from rlgen.types import WHOLE, Batch
+from rlgen.types import WHOLE, MicroBatch
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "fresh_compiler")]
 
@@ -37,7 +37,7 @@ def no_code_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled.torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 
-def batch_of(rows: int, longest: int) -> Batch:
+def batch_of(rows: int, longest: int) -> MicroBatch:
     return random_batch(4, [max(1, longest - 4 - row) for row in range(rows)])
 
 

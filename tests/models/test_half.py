@@ -19,7 +19,7 @@ from rlgen.models.policy import Hidden, Policy
 from rlgen.models.tiny import build_tiny
 from rlgen.recipe.models import LoraRecipe
 from rlgen.setup.policy import checkpoint_activations
-from rlgen.types import WHOLE, Batch
+from rlgen.types import WHOLE, MicroBatch
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "linear")
 
@@ -70,7 +70,7 @@ def with_autocast(policy: Policy) -> Tensor:
     compute_as_held(policy.model)
     hidden = policy.hidden
 
-    def cast(given: Batch) -> Hidden:
+    def cast(given: MicroBatch) -> Hidden:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return hidden(given)
 

@@ -7,26 +7,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import CPU, tiny_model
-from helpers.learner import equal, learn, parts, save_parts
 from helpers.samples import make_sample
+from helpers.train_state import equal, learn, parts, save_parts
 from peft import PeftModel
 
 from rlgen.errors import CheckpointError, Fault, SentinelError, SetupError
-from rlgen.models import weights
+from rlgen.models import lora, weights
 from rlgen.models.load import load_model, locate
-from rlgen.models.lora import (
-    adapted_layers,
-    adapter_tensors,
-    add_adapter,
-    base_weight,
-    describe,
-    factors,
-    load_adapter,
-    save_adapter,
-    scale,
-    targets,
-    without_adapter,
-)
+from rlgen.models.lora import adapted_layers, adapter_tensors, add_adapter, factors, targets, without_adapter
 from rlgen.models.policy import BasePolicy, Policy
 from rlgen.models.tiny import build_tiny
 from rlgen.models.weights import base_digest, checkpoint_tensors, model_tensors, own_tensors
@@ -89,9 +77,9 @@ def tiny(name: str) -> list[torch.Tensor]:
 def test_a_merged_tensor_is_the_textbooks_and_new(use_rslora: bool, expected: float) -> None:
     model = adapted(recipe=LoraRecipe(rank=4, alpha=8.0, use_rslora=use_rslora))
     layers, merged = adapted_layers(model), dict(weights.merged_tensors(model))
-    assert len(layers) == 28 and {scale(layer) for layer in layers.values()} == {expected}
+    assert len(layers) == 28 and {lora.scale(layer) for layer in layers.values()} == {expected}
     for name, layer in layers.items():
-        (first, second), weight = factors(layer), base_weight(layer)
+        (first, second), weight = factors(layer), lora.base_weight(layer)
         assert torch.allclose(merged[name], weight + expected * (second @ first), atol=1e-7)
         assert merged[name].data_ptr() != weight.data_ptr() and not merged[name].requires_grad
 
@@ -146,9 +134,9 @@ def test_targets_that_are_none(name: str, chosen: list[str], words: str) -> None
 
 
 def test_what_is_not_adapted_is_said() -> None:
-    assert describe(adapted()) == "rank 4 in 28 linear layers, 38,912 of 860,032 parameters are trained"
-    assert describe(adapted("glm4_moe")).endswith("not adapted: 12 linear layers, 6 packed tensors of experts")
-    assert describe(adapted(recipe=LoraRecipe(rank=4, targets=["q_proj"]))).endswith("not adapted: 24 linear layers")
+    assert lora.describe(adapted()) == "rank 4 in 28 linear layers, 38,912 of 860,032 parameters are trained"
+    assert lora.describe(adapted("glm4_moe")).endswith("not adapted: 12 linear layers, 6 packed tensors of experts")
+    assert lora.describe(adapted(recipe=LoraRecipe(rank=4, targets=["q_proj"]))).endswith("not adapted: 24 linear layers")
 
 
 def test_without_adapter_is_undone_whatever_happens_and_may_be_nested() -> None:
@@ -197,13 +185,13 @@ def test_the_reference_is_the_base_and_leaves_the_policys_gradient_alone() -> No
 @pytest.mark.parametrize("name", ["qwen3", "gpt2", "mixtral", "glm4_moe"])
 def test_peft_opens_a_saved_adapter(name: str, tmp_path: Path) -> None:
     model = adapted(name)
-    save_adapter(model, adapter_tensors(model), tmp_path, base_digest(model))
+    lora.save_adapter(model, adapter_tensors(model), tmp_path, base_digest(model))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     opened = PeftModel.from_pretrained(tiny_model(name), str(tmp_path))
     assert torch.equal(logits(opened), logits(model))
     again = tiny_model(name)
     add_adapter(again, SMALL, seed=3)
-    load_adapter(tmp_path, again, base_digest(again))
+    lora.load_adapter(tmp_path, again, base_digest(again))
     assert torch.equal(logits(again), logits(model))
     with pytest.raises(SetupError, match="rlgen export"):
         locate(str(tmp_path))
@@ -221,14 +209,14 @@ def test_peft_opens_a_saved_adapter(name: str, tmp_path: Path) -> None:
 )
 def test_an_adapter_of_another_shape_or_base_is_refused(recipe: LoraRecipe, words: str, tmp_path: Path) -> None:
     model = adapted()
-    save_adapter(model, adapter_tensors(model), tmp_path, base_digest(model))
+    lora.save_adapter(model, adapter_tensors(model), tmp_path, base_digest(model))
     other = tiny_model("qwen3")
     add_adapter(other, recipe, 0)
     if recipe == SMALL:
         own_tensors(other)["model.norm.weight"][0] += 1e-6
     before = {name: tensor.clone() for name, tensor in adapter_tensors(other).items()}
     with pytest.raises(CheckpointError) as caught:
-        load_adapter(tmp_path, other, base_digest(other))
+        lora.load_adapter(tmp_path, other, base_digest(other))
     assert words in str(caught.value) and caught.value.exit_code == 8
     assert all(torch.equal(before[name], tensor) for name, tensor in adapter_tensors(other).items())
 
@@ -241,7 +229,7 @@ def test_going_on_from_an_adapter_equals_never_stopping(tmp_path: Path) -> None:
     random_state = torch.get_rng_state()
     learn(*whole, updates=2)
     again = parts(lora=SMALL)
-    assert load_checkpoint(path, *again, Processes.alone()).step == 3
+    assert load_checkpoint(path, *again).step == 3
     torch.set_rng_state(random_state)
     learn(*again, updates=2)
     ours, theirs = adapter_tensors(again[0]), adapter_tensors(whole[0])
@@ -252,10 +240,10 @@ def test_one_kind_of_checkpoint_is_not_taken_for_the_other(tmp_path: Path) -> No
     adapted_ones, plain_ones = parts(lora=SMALL), parts()
     adapter = save_parts(Checkpoints(tmp_path / "a", 2, Processes.alone()), 1, adapted_ones)
     with pytest.raises(CheckpointError):
-        load_checkpoint(adapter, *plain_ones, Processes.alone())
+        load_checkpoint(adapter, *plain_ones)
     whole = save_parts(Checkpoints(tmp_path / "b", 2, Processes.alone()), 1, plain_ones)
     with pytest.raises(CheckpointError, match="holds no adapter"):
-        load_checkpoint(whole, *adapted_ones, Processes.alone())
+        load_checkpoint(whole, *adapted_ones)
 
 
 def test_a_changed_base_is_not_saved_over(tmp_path: Path) -> None:

@@ -17,38 +17,21 @@ from transformers import BltConfig, FalconConfig, Gemma4TextConfig, MambaConfig,
 
 from rlgen.engines.base import model_shape
 from rlgen.errors import SetupError
+from rlgen.models import memory
 from rlgen.models.half import compute_as_held
 from rlgen.models.load import load_config
-from rlgen.models.memory import (
-    ADAMW,
-    FLOAT32,
-    GIB,
-    HOW,
-    OVERHEAD,
-    SERVING,
-    Counts,
-    MemoryPlan,
-    backward_parts,
-    cache_elements,
-    count,
-    forward_parts,
-    hints,
-    keeps_states,
-    needs,
-    peak,
-    reference_parts,
-)
+from rlgen.models.memory import FLOAT32, GIB, Counts, MemoryPlan, cache_elements, hints, needs
 from rlgen.models.policy import Policy
 from rlgen.models.tiny import build_tiny
 from rlgen.setup.policy import checkpoint_activations
-from rlgen.types import WHOLE, Batch
+from rlgen.types import WHOLE, MicroBatch
 
 ROWS, PROMPT, LENGTH = 4, 32, 128
 DTYPES = [torch.float32, torch.bfloat16]
 
 
 def counted(name: str, rows: int = ROWS, length: int = LENGTH, dtype: torch.dtype = torch.float32) -> Counts:
-    return count(load_config(str(build_tiny(name)), None), rows, length, dtype, "sdpa")
+    return memory.count(load_config(str(build_tiny(name)), None), rows, length, dtype, "sdpa")
 
 
 def policy_of(name: str, dtype: torch.dtype, checkpointing: bool) -> Policy:
@@ -58,7 +41,7 @@ def policy_of(name: str, dtype: torch.dtype, checkpointing: bool) -> Policy:
     return Policy(model, dtype, True)
 
 
-def batch_of(rows: int, prompt: int, length: int) -> Batch:
+def batch_of(rows: int, prompt: int, length: int) -> MicroBatch:
     return random_batch(prompt, [length - prompt] * rows)
 
 
@@ -75,7 +58,7 @@ def test_parameters_gradients_and_moments_are_those_of_a_real_step(name: str) ->
     moments = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
     assert bytes_of(parameters) == FLOAT32 * counts.parameters
     assert bytes_of([p.grad for p in parameters if p.grad is not None]) == FLOAT32 * counts.parameters
-    assert bytes_of(moments) == ADAMW * counts.parameters
+    assert bytes_of(moments) == memory.ADAMW * counts.parameters
     assert counts.largest == max(p.numel() for p in parameters) and counts.vocabulary == policy.head.weight.shape[0]
 
 
@@ -96,8 +79,8 @@ def test_the_cache_of_models_that_name_their_heads_otherwise() -> None:
     falcon = FalconConfig(
         hidden_size=128, num_attention_heads=4, num_hidden_layers=3, num_kv_heads=2, new_decoder_architecture=True
     )
-    assert cache_elements(falcon) == 2 * 3 * 2 * 32 and not keeps_states(falcon)
-    assert cache_elements(MambaConfig()) == 0 and keeps_states(MambaConfig())
+    assert cache_elements(falcon) == 2 * 3 * 2 * 32 and not memory.keeps_states(falcon)
+    assert cache_elements(MambaConfig()) == 0 and memory.keeps_states(MambaConfig())
     kinds, sizes = ["sliding_attention", "full_attention"], {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     gemma = Gemma4TextConfig(num_hidden_layers=2, layer_types=kinds, global_head_dim=64, **sizes)
     assert cache_elements(gemma) == 2 * 2 * 32 + 2 * 2 * 64, "heads differ by layer"
@@ -106,13 +89,13 @@ def test_the_cache_of_models_that_name_their_heads_otherwise() -> None:
         cache_elements(BltConfig())
     two = Gemma4TextConfig(num_hidden_layers=2, layer_types=kinds, attention_k_eq_v=True, num_global_key_value_heads=1, **sizes)
     assert model_shape(two)["num_key_value_heads"] == [2, 1] and model_shape(two)["num_attention_heads"] == 4
-    assert keeps_states(Qwen3NextConfig()) and not keeps_states(Qwen3Config())
+    assert memory.keeps_states(Qwen3NextConfig()) and not memory.keeps_states(Qwen3Config())
 
 
 def test_a_config_is_enough_and_says_when_it_is_not(tmp_path: Any) -> None:
     config = load_config(str(build_tiny("qwen3")), None)
     config.save_pretrained(tmp_path)
-    assert count(load_config(str(tmp_path), None), ROWS, LENGTH, torch.float32, "sdpa") == counted("qwen3")
+    assert memory.count(load_config(str(tmp_path), None), ROWS, LENGTH, torch.float32, "sdpa") == counted("qwen3")
     with pytest.raises(SetupError, match="holds no config that can be loaded"):
         load_config(str(tmp_path / "nowhere"), None)
 
@@ -170,11 +153,11 @@ def test_the_estimated_peaks_are_those_of_the_allocator(name: str, checkpointing
     kept: list[Tensor] = []
     forward, left = allocated(lambda: kept.append(policy(batch, (WHOLE,)).logp.sum()))
     backward, _ = allocated(kept.pop().backward)
-    assert 0.95 * forward <= sum(forward_parts(counts, plan).values()) <= 2.6 * forward
-    assert 0.95 * (left + backward) <= sum(backward_parts(counts, plan).values()) <= 1.55 * (left + backward)
+    assert 0.95 * forward <= sum(memory.forward_parts(counts, plan).values()) <= 2.6 * forward
+    assert 0.95 * (left + backward) <= sum(memory.backward_parts(counts, plan).values()) <= 1.55 * (left + backward)
     with torch.no_grad():
         scored, _ = allocated(lambda: policy(batch, (WHOLE,)))
-    assert 0.75 * scored <= sum(reference_parts(counts, plan).values()) <= 2.6 * scored
+    assert 0.75 * scored <= sum(memory.reference_parts(counts, plan).values()) <= 2.6 * scored
 
 
 def allocated(run: Callable[[], Any]) -> tuple[int, int]:
@@ -222,8 +205,8 @@ PLAN = MemoryPlan(
     device=None,
 )
 BASE = {"trainer weights": 4000, "Adam moments": 8000, "copy to save": 12000}
-ENGINE = {"engine weights": 2000, "KV cache": 2 * 8 * 5 * 20, "engine's own": SERVING}
-LAST = {"overhead": OVERHEAD}
+ENGINE = {"engine weights": 2000, "KV cache": 2 * 8 * 5 * 20, "engine's own": memory.SERVING}
+LAST = {"overhead": memory.OVERHEAD}
 HEAD = {"head's states": 2 * 4 * 20 * 10 + 2 * 30 * 10, "chunk of logits": 3 * 4 * 20 * 30}
 
 
@@ -238,7 +221,7 @@ def test_each_phase_by_hand() -> None:
     assert found["backward"] == {**BASE, "gradients": 4000, **ENGINE, **kept, **HEAD, **of_backward, **LAST}
     assert found["optimizer"] == {**BASE, "gradients": 4000, **ENGINE, **LAST}
     assert found["sync"] == {**BASE, **ENGINE, "tensor to load": 600, **LAST}
-    assert {part for parts in found.values() for part in parts} <= set(HOW)
+    assert {part for parts in found.values() for part in parts} <= set(memory.HOW)
 
 
 # name -> (changes of the plan, phase, parts in it; None: a part that is not there)
@@ -247,7 +230,7 @@ GATHERED = {"gathered tensor": 2 * 2 * 300}
 DEVICE = 100_000
 CHANGED: dict[str, tuple[dict[str, Any], str, dict[str, int | None]]] = {
     "share": ({"share": 0.45, "device": DEVICE}, "generate", {"KV cache": 45_000 - 2000}),
-    "GiB": ({"cache_gib": 2.0, "device": DEVICE}, "generate", {"KV cache": 2 * GIB, "engine's own": SERVING}),
+    "GiB": ({"cache_gib": 2.0, "device": DEVICE}, "generate", {"KV cache": 2 * GIB, "engine's own": memory.SERVING}),
     "tensor parallel": ({"tensor_parallel": 2}, "generate", {"engine weights": 1000, "KV cache": 800}),
     "sleeping, to train": ({"sleeps": True}, "optimizer", {"engine weights": None}),
     "sleeping, to generate": ({"sleeps": True}, "generate", {"engine weights": 2000}),
@@ -334,8 +317,8 @@ def test_hints_say_what_they_save() -> None:
         "engine.gpu_memory_utilization=0.4",
         "optim.kind=adamw_8bit",
     ]
-    before = peak(needs(large, plan))
-    slept = peak(needs(large, replace(plan, sleeps=True)))
+    before = memory.peak(needs(large, plan))
+    slept = memory.peak(needs(large, replace(plan, sleeps=True)))
     assert before[0] == "backward" and found[0].saves == before[1] - slept[1] == found[0].of_phase == 40 * GIB
     assert found[3].saves == pytest.approx(8 * GIB, rel=1e-6)
     offered = hints(large, None, plan, frozenset(["adapters", "shards"]))

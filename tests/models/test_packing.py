@@ -20,7 +20,7 @@ from rlgen.recipe import Recipe
 from rlgen.rollout.batch import Prompts, collate, deal, plan
 from rlgen.setup import TrainOptions, train
 from rlgen.setup.policy import build_policy
-from rlgen.types import WHOLE, Batch, Samples
+from rlgen.types import WHOLE, MicroBatch, Samples
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -31,7 +31,7 @@ LENGTHS = ((1, 20, 30), (0, 1, 1), (2, 7, 12), (1, 20, 1), (2, 7, 19), (1, 20, 9
 COMPUTED = (20 + 1 + 7) + sum(completion - 1 for _, _, completion in LENGTHS)
 
 
-def batch_of(changed: int = -1) -> Batch:
+def batch_of(changed: int = -1) -> MicroBatch:
     """Seven rows of other ids; those of the group `changed` begin with another one."""
     rows = []
     for row, (group, prompt, completion) in enumerate(LENGTHS):

@@ -1,6 +1,7 @@
 """Images of a batch: embedded as the model itself does, in their places alone, and no more of them held than are asked for."""
 
 import copy
+import io
 from collections.abc import Iterator
 
 import numpy as np
@@ -121,9 +122,7 @@ def test_vision_tower_and_projector_are_told_apart(policy: Policy) -> None:
     assert all(name.startswith(("model.text_model.", "lm_head.")) for name in rest) and len(rest) == 39
 
 
-def test_images_are_upright_and_in_rgb(tmp_path: object) -> None:
-    import io
-
+def test_images_are_upright_and_in_rgb() -> None:
     exif = Pillow.Exif()
     exif[0x0112] = 6  # the camera was turned
     file = io.BytesIO()

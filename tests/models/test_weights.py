@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import CPU, open_transformers, tiny_model
-from helpers.learner import equal
+from helpers.train_state import equal
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM

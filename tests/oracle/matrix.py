@@ -1,6 +1,6 @@
 """Every cell: one recipe in rlgen's words and in TRL's, both run on the same rollout, compared in value and gradient.
 
-rlgen splits its window into micro-batches of at most 120 tokens, and its result must not show it; TRL gets all rows as one
+rlgen splits its train batch into micro-batches of at most 120 tokens, and its result must not show it; TRL gets all rows as one
 micro-batch, because its result would (`test_defects.py`). Left out, each for what TRL does there:
 
 - `gspo_token`: TRL has none. Where no weight and no keep differs between the tokens of a row its gradient is gspo's; those

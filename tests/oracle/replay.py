@@ -1,4 +1,4 @@
-"""The same random tensors for both sides, and rlgen's side: its real windows and updater, with a model that replays log-probs.
+"""The same random tensors for both sides, and rlgen's side: its train batches and updater, with a model that replays log-probs.
 
 Each row's prompt is its number, by which model and reference, here and in `trl_oracle.py`, find what they have to answer.
 """
@@ -13,16 +13,16 @@ import torch
 from helpers.samples import make_sample
 from torch import Tensor
 
-from rlgen.algorithms.base import Signal
+from rlgen.algorithms.base import Advantages
 from rlgen.algorithms.registry import build_algorithm
 from rlgen.models.policy import PolicyScores
 from rlgen.processes import Processes
 from rlgen.recipe.trainers import TrainerRecipe
 from rlgen.rewards.score import weighted_sums
 from rlgen.rollout.table import RowTable
+from rlgen.trainers.train_batch import TrainBatch, TrainBatchBuilder
 from rlgen.trainers.update import Updater, UpdateResult
-from rlgen.trainers.window import Window, WindowBuilder
-from rlgen.types import WHOLE, Batch, Distribution, Ragged, Samples
+from rlgen.types import WHOLE, Distribution, MicroBatch, Ragged, Samples
 
 ROWS, WIDTH, GROUP = 24, 8, 4
 MAX_TOKENS = 10
@@ -100,13 +100,13 @@ class Replay:
         self.losses = [torch.zeros((), dtype=entropy.dtype)]  # of nothing, then of each update
         self.update = 0
 
-    def __call__(self, batch: Batch, distributions: Sequence[Distribution], entropy: str) -> PolicyScores:
+    def __call__(self, batch: MicroBatch, distributions: Sequence[Distribution], entropy: str) -> PolicyScores:
         rows, width = batch.input_ids[:, 0], batch.mask.shape[1]
         logp, of_tokens = self.logp[self.update][rows, :width], self.entropy[self.update][rows, :width]
         found = of_tokens if entropy == "gradient" else of_tokens.detach()
         return PolicyScores(logp.expand(len(distributions), -1, -1), found, None)
 
-    def padding(self, batch: Batch) -> int:
+    def padding(self, batch: MicroBatch) -> int:
         return 0
 
     def parameters(self) -> list[Tensor]:
@@ -124,20 +124,20 @@ class Replay:
 class RecordedUpdater(Updater):
     """Keeps the loss of each update."""
 
-    def _run(self, window: Window, update: int) -> UpdateResult:
-        part = super()._run(window, update)
+    def _run(self, train_batch: TrainBatch, update: int) -> UpdateResult:
+        part = super()._run(train_batch, update)
         self.policy.losses.append(torch.tensor(part.loss))
         return part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OfflineWindows(WindowBuilder):
+class OfflineTrainBatches(TrainBatchBuilder):
     """What rlgen learns from samples, without a model: the reference replays."""
 
     rollout: Rollout
 
     @classmethod
-    def of(cls, recipe: TrainerRecipe, rollout: Rollout, micro_batch_tokens: int) -> "OfflineWindows":
+    def of(cls, recipe: TrainerRecipe, rollout: Rollout, micro_batch_tokens: int) -> "OfflineTrainBatches":
         return cls(
             processes=Processes.alone(),
             algorithm=build_algorithm(recipe),
@@ -148,7 +148,7 @@ class OfflineWindows(WindowBuilder):
             rollout=rollout,
         )
 
-    def built(self) -> tuple[Window, Signal]:
+    def built(self) -> tuple[TrainBatch, Advantages]:
         """What is learned from the rollout."""
         held = samples_of(self.rollout)
         return self.build(RowTable.gather(held, self.processes), held, epoch=0.0)[:2]
@@ -163,17 +163,17 @@ def rlgen_outcome(recipe: TrainerRecipe, rollout: Rollout, micro_batch_tokens: i
     """What rlgen learns from a rollout: at its only update, or after another one that has moved old to policy log-probs."""
     dtype = rollout.old_logp.dtype
     with default_dtype(dtype):
-        windows = OfflineWindows.of(recipe, rollout, micro_batch_tokens)
-        window, signal = windows.built()
-        # A window keeps them in float32; comparing in float64 would see that.
-        window = replace(window, advantages=signal.advantages[window.rows].to(dtype))
+        builder = OfflineTrainBatches.of(recipe, rollout, micro_batch_tokens)
+        train_batch, advantages = builder.built()
+        # A train batch keeps them in float32; comparing in float64 would see that.
+        train_batch = replace(train_batch, advantages=advantages.advantages[train_batch.rows].to(dtype))
         replay = Replay([rollout.old_logp, rollout.policy_logp][: recipe.updates_per_rollout], rollout.entropy)
         updater = RecordedUpdater(
             processes=Processes.alone(),
             sharded=False,
             policy=replay,
             optimizer=replay,
-            algorithm=windows.algorithm,
+            algorithm=builder.algorithm,
             updates=recipe.updates_per_rollout,
             max_grad_norm=1.0,
             distribution=WHOLE,
@@ -182,7 +182,7 @@ def rlgen_outcome(recipe: TrainerRecipe, rollout: Rollout, micro_batch_tokens: i
             less_memory=lambda phase: [],
             deterministic=False,
         )
-        updater(window, step=1)
+        updater(train_batch, step=1)
     return replay.outcome()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from matrix import relative_error
-from replay import ROWS, OfflineWindows, Outcome, Rollout, oracle, random_rollout, rlgen_outcome
+from replay import ROWS, OfflineTrainBatches, Outcome, Rollout, oracle, random_rollout, rlgen_outcome
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -36,7 +36,7 @@ def rewards(*first: float | None) -> tuple[dict[str, float | None], ...]:
 
 
 def advantages(recipe: TrainerRecipe, of: Rollout) -> Tensor:
-    return OfflineWindows.of(recipe, of, 120).built()[1].advantages
+    return OfflineTrainBatches.of(recipe, of, 120).built()[1].advantages
 
 
 def grpo(**fields: Any) -> GRPORecipe:
@@ -48,7 +48,7 @@ def trl(of: Rollout, **settings: Any) -> Any:
 
 
 def split(recipe: GRPORecipe, of: Rollout) -> float:
-    """How far rlgen's micro-batches are from its window as a whole."""
+    """How far rlgen's micro-batches are from its train batch as a whole."""
     return relative_error(rlgen_outcome(recipe, of, micro_batch_tokens=20), rlgen_outcome(recipe, of, micro_batch_tokens=10**6))
 
 

@@ -113,7 +113,7 @@ class Offline:
             return [self._compute_loss(self.model, part) for part in parts]
 
     def outcome(self) -> Outcome:
-        """The window's loss and gradients, by TRL's accumulation of micro-batches."""
+        """The train batch's loss and gradients, by TRL's accumulation of micro-batches."""
         loss = torch.stack(self.losses()).sum()
         loss.backward()
         return Outcome.of(loss, self.policy_logp, self.entropy)

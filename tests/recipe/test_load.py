@@ -271,6 +271,24 @@ def test_compiled_layers_are_refused_beside_what_they_do_not_compute(recipe_file
     load_recipe(recipe_file, [other.replace("compile: true, ", "")])
 
 
+@pytest.mark.parametrize(
+    ("cluster", "other", "said"),
+    [
+        ("trainers: 2", "processes.count=3", "processes.count is 3, but cluster.trainers is 2"),
+        ("address: 'ray://a:1'", "run.steps=1", "cluster.address is that of a Ray client"),
+        ("trainers: 2", "engine={kind: server, launch: true}", "remove engine.launch, and set cluster.servers"),
+        ("servers: 1", "engine={kind: colocated}", "cluster.servers is 1, but engine.kind is colocated"),
+        ("servers: 1", "engine={kind: server, url: 'http://a:1'}", "cluster.servers would start others"),
+        ("trainers: 2", "engine={kind: server}", "neither engine.url nor engine.launch is set"),
+    ],
+)
+def test_what_a_cluster_starts_differently_is_refused(recipe_file: Path, cluster: str, other: str, said: str) -> None:
+    found = problems(recipe_file, f"cluster={{kind: ray, {cluster}}}", other)
+    assert len(found) == 1 and said in found[0]
+    served = load_recipe(recipe_file, ["cluster={kind: ray, trainers: 2, servers: 1}", "engine={kind: server}"])
+    assert served.recipe.cluster is not None and served.recipe.cluster.restarts == 3
+
+
 def test_streaming_in_one_process_is_noted(recipe_file: Path) -> None:
     said = "rollout.stream with engine.kind colocated: engine and trainer share one Python interpreter"
     for engine, noted in (("{kind: colocated}", True), ("{kind: server, launch: true}", False)):

@@ -1,6 +1,7 @@
 import math
 import random
 import time
+from functools import partial
 
 import pytest
 
@@ -12,14 +13,6 @@ def test_the_recipe_knows_the_built_in_rewards():
     assert set(BUILT_IN_REWARDS) == set(BUILTIN)
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer", "value"),
-    [(" 52\n", "52", 1.0), ("52", 52, 1.0), ("5 2", "52", 0.0), ("", "52", 0.0), ("Yes", "yes", 0.0)],
-)
-def test_exact_match(completion, answer, value):
-    assert exact_match(completion, answer) == value
-
-
 def test_a_missing_answer_is_an_error_and_no_zero():
     with pytest.raises(ValueError, match=r"data\.columns\.answer"):
         exact_match("52", None)
@@ -28,49 +21,47 @@ def test_a_missing_answer_is_an_error_and_no_zero():
 
 
 @pytest.mark.parametrize(
-    ("completion", "answer", "value"),
+    ("reward", "completion", "answer", "value"),
     [
-        ("so it is 72.", "#### 72", 1.0),
-        ("#### 72\nThat took 5 steps.", "72", 1.0),  # right behind the marker goes before the last
-        ("#### Step 1\n the sum is 72", "72", 1.0),
-        ("first 72, then 73", "72", 0.0),
-        ("$1,234.50", "1234.5", 1.0),
-        ("1,000,000 people", "1000000", 1.0),
-        ("1, 2, 3", "3", 1.0),
-        ("10-3=7", "7", 1.0),
-        ("10-3", "3", 1.0),  # the minus subtracts
-        ("x = -3", "-3", 1.0),
-        ("-3", "3", 0.0),
-        ("−3", "-3", 1.0),  # the minus of typography
-        ("-$5", "-5", 1.0),
-        ("50%", "50", 1.0),
-        ("1/2", "0.5", 1.0),
-        (r"\boxed{\frac{-3}{4}}", "-0.75", 1.0),
-        ("1{,}234", "1234", 1.0),
-        (".5", "1/2", 1.0),
-        ("1e-3", "0.001", 1.0),
-        ("3.14159", "3.14160", 0.0),
-        ("0.3333333", "1/3", 1.0),  # 3.3e-8 away
-        ("9007199254740993", "9007199254740992", 0.0),  # equal as 64-bit floats
-        ("5/0", "5", 0.0),
-        ("no number", "5", 0.0),
-        ("", "5", 0.0),
-        ("9" * 1000, "9", 0.0),
+        *((exact_match, *case) for case in [(" 52\n", "52", 1.0), ("52", 52, 1.0), ("5 2", "52", 0.0), ("", "52", 0.0)]),
+        (exact_match, "Yes", "yes", 0.0),
+        (numeric_match, "so it is 72.", "#### 72", 1.0),
+        (numeric_match, "#### 72\nThat took 5 steps.", "72", 1.0),  # right behind the marker goes before the last
+        (numeric_match, "#### Step 1\n the sum is 72", "72", 1.0),
+        (numeric_match, "first 72, then 73", "72", 0.0),
+        (numeric_match, "$1,234.50", "1234.5", 1.0),
+        (numeric_match, "1,000,000 people", "1000000", 1.0),
+        (numeric_match, "1, 2, 3", "3", 1.0),
+        (numeric_match, "10-3=7", "7", 1.0),
+        (numeric_match, "10-3", "3", 1.0),  # the minus subtracts
+        (numeric_match, "x = -3", "-3", 1.0),
+        (numeric_match, "-3", "3", 0.0),
+        (numeric_match, "−3", "-3", 1.0),  # the minus of typography
+        (numeric_match, "-$5", "-5", 1.0),
+        (numeric_match, "50%", "50", 1.0),
+        (numeric_match, "1/2", "0.5", 1.0),
+        (numeric_match, r"\boxed{\frac{-3}{4}}", "-0.75", 1.0),
+        (numeric_match, "1{,}234", "1234", 1.0),
+        (numeric_match, ".5", "1/2", 1.0),
+        (numeric_match, "1e-3", "0.001", 1.0),
+        (numeric_match, "3.14159", "3.14160", 0.0),
+        (numeric_match, "0.3333333", "1/3", 1.0),  # 3.3e-8 away
+        (numeric_match, "9007199254740993", "9007199254740992", 0.0),  # equal as 64-bit floats
+        (numeric_match, "5/0", "5", 0.0),
+        (numeric_match, "no number", "5", 0.0),
+        (numeric_match, "", "5", 0.0),
+        (numeric_match, "9" * 1000, "9", 0.0),
+        (partial(numeric_match, tolerance=0.5), "1000.4", "1000", 1.0),  # it is absolute
+        (partial(numeric_match, tolerance=0.5), "1000.6", "1000", 0.0),
+        (regex_match, "ab12", r"\d+", 1.0),
+        (partial(regex_match, full=True), "ab12", r"\d+", 0.0),
+        (partial(regex_match, full=True), "12", r"\d+", 1.0),
+        (layout, "a\nb", "a.b", 1.0),
+        (layout, "a\nbc", "a.b", 0.0),
     ],
 )
-def test_numeric_match(completion, answer, value):
-    assert numeric_match(completion, answer) == value
-
-
-def test_the_tolerance_is_absolute():
-    assert numeric_match("1000.4", "1000", tolerance=0.5) == 1.0
-    assert numeric_match("1000.6", "1000", tolerance=0.5) == 0.0
-
-
-def test_regex_match():
-    assert regex_match("ab12", r"\d+") == 1.0
-    assert regex_match("ab12", r"\d+", full=True) == 0.0
-    assert regex_match("12", r"\d+", full=True) == 1.0
+def test_what_a_completion_earns(reward, completion, answer, value):
+    assert reward(completion, answer) == value
 
 
 def test_length_falls_by_the_distance_to_the_target():
@@ -95,11 +86,6 @@ def test_length_falls_by_the_distance_to_the_target():
 )
 def test_the_layout_of_thoughts_and_answer(completion, value):
     assert layout(completion) == value
-
-
-def test_a_layout_of_the_users():
-    assert layout("a\nb", pattern="a.b") == 1.0
-    assert layout("a\nbc", pattern="a.b") == 0.0
 
 
 def hostile_texts():

@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 from helpers.judge_server import HANG, JudgeServer, lines_of, serving
+from helpers.scoring import Build, group, totals
 from helpers.waiting import HANGS
-from scoring import Build, group, opened, totals
 
 from rlgen.errors import RewardError
 from rlgen.recipe.judges import SCORE, JudgeArgs
 from rlgen.rewards import endpoint
 from rlgen.rewards.endpoint import NoAnswer
 from rlgen.rewards.judge import Judge, Unreadable
-
-__all__ = ["opened"]
 
 QUESTION = "Task {prompt} Known: {answer}\nAnswer {completion}"
 
@@ -142,12 +140,6 @@ def test_a_failure_that_passes_is_asked_again(server: JudgeServer, status: int, 
     proof(f"HTTP {status} twice, then an answer")
 
 
-def test_a_failure_that_stays_ends_after_the_retries(server: JudgeServer) -> None:
-    server.answer = lambda _: (500, "no\nluck")
-    (failed,) = rated(judge_of(server, retries=2), "x")
-    assert str(failed) == "the judge did not answer in 3 attempts; the last: HTTP 500: no luck" and len(server.bodies) == 3
-
-
 @pytest.mark.parametrize(
     ("said", "why"),
     [
@@ -176,22 +168,23 @@ def test_the_server_says_when_to_come_back(server: JudgeServer) -> None:
     assert "in 1 attempt; the last: HTTP 429: later" in str(failed) and time.monotonic() - began < 10, "it would be too late"
 
 
-def test_a_judge_that_hangs_fails_before_the_call_times_out(server: JudgeServer) -> None:
-    server.answer = lambda _: HANG
-    (failed,) = rated(judge_of(server, timeout=0.5), "x")
-    assert str(failed) == "the judge did not answer in 1 attempt; the last: no answer in time"
+@pytest.mark.parametrize(
+    ("said", "settings", "why", "requests"),
+    [
+        ((500, "no\nluck"), {"retries": 2}, "did not answer in 3 attempts; the last: HTTP 500: no luck", 3),
+        (HANG, {"timeout": 0.5}, "did not answer in 1 attempt; the last: no answer in time", 1),  # before the call times out
+        (None, {"url": "http://127.0.0.1:1/v1", "retries": 1}, "did not answer in 2 attempts; the last: ClientConnectorError", 0),
+    ],
+)
+def test_a_failure_that_stays_is_said(server: JudgeServer, said: Any, settings: dict[str, Any], why: str, requests: int) -> None:
+    server.answer = lambda _: said
+    (failed,) = rated(judge_of(server, **settings), "x")
+    assert str(failed).startswith(f"the judge {why}") and len(server.bodies) == requests
 
 
 def test_one_request_that_hangs_is_sent_again(server: JudgeServer) -> None:
     server.answer = lambda question: HANG if len(server.bodies) == 1 else by_length(question)
     assert rated(judge_of(server, request_timeout=0.5), "xy") == [2.0] and len(server.bodies) == 2
-
-
-def test_a_server_that_is_not_there_is_said() -> None:
-    with serving(by_length) as server:
-        pass
-    (failed,) = rated(judge_of(server, retries=1), "x")
-    assert "did not answer in 2 attempts; the last: ClientConnectorError" in str(failed)
 
 
 def test_requests_at_once_are_limited(server: JudgeServer) -> None:
@@ -285,31 +278,27 @@ def longer(question: str) -> str:
     return "So [[A]]" if first > second else "So [[B]]" if second > first else "So [[C]]"
 
 
-def test_win_rates_are_shares_of_the_comparisons_that_are_won(server: JudgeServer) -> None:
-    server.answer = longer
-    # abc beats three of three; the two of length 2 tie with each other, beat one and lose to one.
-    assert compared(judge_of(server, **PAIR), "ab", "abc", "xy", "z") == [0.5, 1.0, 0.5, 0.0]
-    assert {answers_in(question) for question in server.questions} == {
-        (a, b) for a in ("ab", "abc", "xy", "z") for b in ("ab", "abc", "xy", "z") if a != b
-    }
-    assert len(server.bodies) == 12
-
-
-def test_a_judge_that_likes_what_it_reads_first_prefers_nothing(server: JudgeServer) -> None:
-    server.answer = lambda _: "[[A]]"
-    assert compared(judge_of(server, **PAIR), "ab", "abc", "xy") == [0.5, 0.5, 0.5]
-
-
-def test_equal_completions_tie_without_a_question(server: JudgeServer) -> None:
-    server.answer = longer
-    assert compared(judge_of(server, **PAIR), "ab", "ab", "abc") == [0.25, 0.25, 1.0] and len(server.bodies) == 2
-    assert compared(judge_of(server, **PAIR), "same", "same") == [0.5, 0.5] and len(server.bodies) == 2
-    assert compared(judge_of(server, **PAIR), "alone") == [None]
-
-
-def test_a_pair_of_online_dpo_is_the_preference_of_both_orders(server: JudgeServer) -> None:
-    server.answer = lambda question: "[[A]]" if answers_in(question) == ("x", "y") else "[[C]]"
-    assert compared(judge_of(server, **PAIR), "x", "y") == [0.75, 0.25]
+@pytest.mark.parametrize(
+    ("says", "completions", "rates", "requests"),
+    [
+        # abc beats three of three; the two of length 2 tie with each other, beat one and lose to one.
+        (longer, ["ab", "abc", "xy", "z"], [0.5, 1.0, 0.5, 0.0], 12),
+        (lambda _: "[[A]]", ["ab", "abc", "xy"], [0.5, 0.5, 0.5], 6),  # it likes what it reads first, and prefers nothing
+        (lambda question: "[[A]]" if answers_in(question) == ("x", "y") else "[[C]]", ["x", "y"], [0.75, 0.25], 2),
+        # Equal completions tie without a question.
+        (longer, ["ab", "ab", "abc"], [0.25, 0.25, 1.0], 2),
+        (longer, ["same", "same"], [0.5, 0.5], 0),
+        (longer, ["alone"], [None], 0),
+    ],
+)
+def test_win_rates_are_shares_of_the_comparisons_that_are_won(
+    server: JudgeServer, says: Any, completions: list[str], rates: list[float | None], requests: int
+) -> None:
+    server.answer = says
+    assert compared(judge_of(server, **PAIR), *completions) == rates
+    distinct = set(completions)
+    assert {answers_in(question) for question in server.questions} == {(a, b) for a in distinct for b in distinct if a != b}
+    assert len(server.bodies) == requests
 
 
 @pytest.mark.parametrize("said", ["neither", "[[D]]"])
@@ -349,14 +338,12 @@ def test_a_judge_beside_other_rewards(server: JudgeServer, opened: Build, tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["judge@0.jsonl", "pairs@0.jsonl"]
 
 
-def test_an_outage_follows_the_policy_of_errors(opened: Build) -> None:
-    with serving(by_length) as server:
-        server.answer = lambda question: (400, "no") if question.endswith(" ab") else by_length(question)
-        entry = {"use": "judge", "args": args_of(server), "on_error": "skip", "max_error_fraction": 0.4}
-        scorer = opened([entry], {"answer"})
-        (scored,) = scorer.score([group("a", "ab", "abc")], 1)
-        assert totals([scored]) == [[1.0, None, 3.0]]
-        assert scored.samples[1].reward_errors["judge"].startswith("error: NoAnswer: the judge refused with HTTP 400: no")
-    gone = opened([{"use": "judge", "args": args_of(server, retries=0)}], {"answer"})
+def test_an_outage_follows_the_policy_of_errors(server: JudgeServer, opened: Build) -> None:
+    server.answer = lambda question: (400, "no") if question.endswith(" ab") else by_length(question)
+    scorer = opened([{"use": "judge", "args": args_of(server), "on_error": "skip", "max_error_fraction": 0.4}], {"answer"})
+    (scored,) = scorer.score([group("a", "ab", "abc")], 1)
+    assert totals([scored]) == [[1.0, None, 3.0]]
+    assert scored.samples[1].reward_errors["judge"].startswith("error: NoAnswer: the judge refused with HTTP 400: no")
+    gone = opened([{"use": "judge", "args": args_of(server, url="http://127.0.0.1:1/v1", retries=0)}], {"answer"})
     with pytest.raises(RewardError, match=r"reward judge, prompt at position 17, sample 0: NoAnswer: .*ClientConnectorError"):
         gone.score([group("a")], 1)

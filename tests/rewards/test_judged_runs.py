@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from rlgen.cli.app import app
 from rlgen.cli.train import train_command
 from rlgen.cli.validate import validate_command
-from rlgen.errors import RecipeError, RewardError, UsageError
+from rlgen.errors import RecipeError, UsageError
 from rlgen.files import read_json
 from rlgen.recipe import load_recipe
 from rlgen.recipe.judges import RewardModelArgs
@@ -130,25 +130,6 @@ def test_a_run_with_a_reward_model(recipe_file: Path, tmp_path_factory: pytest.T
 def user_message(rendered: str) -> str:
     """The user's message of a prompt of tiny:qwen3's template."""
     return rendered.partition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]
-
-
-@pytest.mark.slow
-def test_a_run_ends_with_exit_5_when_its_judge_is_gone(recipe_file: Path) -> None:
-    with serving(rating) as server:
-        pass
-    with pytest.raises(RewardError, match="did not answer in 1 attempt; the last: ClientConnectorError") as caught:
-        run(recipe_file, "gone", f"rewards=[{entry(server, retries='0')}]")
-    assert caught.value.exit_code == 5
-
-
-def test_an_outage_is_counted_and_the_run_goes_on(recipe_file: Path, server: JudgeServer) -> None:
-    server.answer = lambda question: (500, "out") if len(server.bodies) == 3 else rating(question)
-    entry_of = entry(server, retries="0", concurrency="1").removesuffix("}") + ", on_error: skip, max_error_fraction: 0.5}"
-    found = run(recipe_file, "outage", f"rewards=[{entry_of}]", "run.steps=1")
-    (record,) = read_jsonl(found / "metrics.jsonl")
-    assert record["reward/judge/failed"] == record["reward/judge/errors"] == record["reward/unscored"] == 1
-    (failed,) = [row for row in rollout_rows(found) if row["reward"] is None]
-    assert "HTTP 500: out" in failed["reward_errors"]["judge"]
 
 
 # --- the recipe ------------------------------------------------------------------------------------------------------

@@ -3,15 +3,13 @@
 import math
 
 import pytest
+from helpers.scoring import SKIPS, group
 from helpers.waiting import HANGS
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from scoring import SKIPS, group, opened, scorer
 
 from rlgen.recipe.models import BUILT_IN_REWARDS, ENVIRONMENT_REWARD, RewardRecipe, ScoringRecipe
 from rlgen.rewards.score import open_scorer
-
-__all__ = ["opened", "scorer"]
 
 ARGS = {"regex_match": {"pattern": r"\d+$"}, "length": {"target": 10}}
 ODD = {

@@ -1,31 +1,34 @@
-"""The page about rewards: its functions are called by workers as they are written, its recipes load, its commands run."""
+"""The pages about rewards and judges: functions are called by workers as they are written, recipes load, commands run."""
 
 import json
 import re
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
+from aiohttp import web
 from conftest import RECIPE, ROOT
-from scoring import Build, group, opened
+from helpers.judge_server import serving
+from helpers.scoring import Build, group
+from helpers.web_app import serving_route
 from typer.testing import CliRunner
 
 from rlgen.cli.app import app
+from rlgen.cli.validate import validate_command
 from rlgen.recipe import load_recipe
 from rlgen.recipe.models import RewardRecipe, ScoringRecipe
 
-__all__ = ["opened"]
-
-PAGE = (ROOT / "rlgen" / "docs" / "rewards.md").read_text()
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+REWARDS, JUDGES = (
+    re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / "rlgen" / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
+    for page in ("rewards.md", "judges.md")
+)
 TEST_OF_USER = "from rewards import"
-FUNCTIONS = [text for kind, text in BLOCKS if kind == "python" and TEST_OF_USER not in text]
+FUNCTIONS = [text for kind, text in REWARDS if kind == "python" and TEST_OF_USER not in text]
+JUDGED = [text for kind, text in JUDGES if kind == "yaml"]
 COLUMNS = {"question": "What is 3*4?", "answer": "12", "language": "en", "reward_model": {"style": "rule", "ground_truth": "32"}}
 # What each function gives to "12", "13 please" and "Answer: 32", which are one, two and three tokens long.
 GIVEN: dict[str, list[float | None]] = {
@@ -39,42 +42,31 @@ GIVEN: dict[str, list[float | None]] = {
 }
 
 
-class Judge(BaseHTTPRequestHandler):
+async def judged(request: web.Request) -> web.Response:
     """Gives a completion as many points as it has characters."""
-
-    def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert asked["prompt"] == "3+4="
-        body = json.dumps({"score": len(asked["completion"])}).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        """Keeps quiet."""
+    asked = await request.json()
+    assert asked["prompt"] == "3+4="
+    return web.json_response({"score": len(asked["completion"])})
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with the functions of the page, data, the package that it names, and a judge."""
+    """A folder with the functions of the page, data, what the recipes name, and a judge."""
     (tmp_path / "rewards.py").write_text("\n\n".join(FUNCTIONS))
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "judging.py").write_text("def clarity(completion): return float(len(completion))\n")
     rows = [{**COLUMNS, "question": f"What is {number}*4?"} for number in range(4)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "recipe.yaml").write_text(with_sections(next(text for kind, text in BLOCKS if kind == "yaml")))
+    (tmp_path / "scores").mkdir()
+    config = '{"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}'
+    (tmp_path / "scores" / "config.json").write_text(config)
+    (tmp_path / "recipe.yaml").write_text(with_sections(next(text for kind, text in REWARDS if kind == "yaml")))
     monkeypatch.syspath_prepend(str(tmp_path))  # workers have this process's path
     monkeypatch.chdir(tmp_path)
-    server = HTTPServer(("127.0.0.1", 0), Judge)
-    monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{server.server_port}")
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield tmp_path
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    monkeypatch.setenv("JUDGE_API_KEY", "not-a-real-key")
+    with serving_route("POST", "/", judged) as port:
+        monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{port}")
+        yield tmp_path
 
 
 def with_sections(text: str) -> str:
@@ -83,8 +75,16 @@ def with_sections(text: str) -> str:
     return yaml.safe_dump({**yaml.safe_load(RECIPE), "data": data, **yaml.safe_load(text)})
 
 
+def run_commands(blocks: list[tuple[str, str]]) -> None:
+    """Runs the commands of a page."""
+    (script,) = (text for kind, text in blocks if kind == "sh")
+    for line in script.splitlines():
+        result = CliRunner().invoke(app, line.split()[1:])
+        assert result.exit_code == 0, (line, result.output, result.exception)
+
+
 def test_the_page_has_no_other_blocks() -> None:
-    assert [kind for kind, _ in BLOCKS if kind not in ("python", "yaml", "sh")] == []
+    assert [kind for kind, _ in REWARDS if kind not in ("python", "yaml", "sh")] == []
     assert re.findall(r"^(?:async )?def (\w+)", "\n".join(FUNCTIONS), re.MULTILINE) == list(GIVEN)
 
 
@@ -112,25 +112,32 @@ def test_what_the_recipe_says_of_a_function_reaches_it(folder: Path, opened: Bui
     assert far.samples[0].rewards["near"] == 0.0  # further than the recipe's tolerance, not than the function's
 
 
-def test_the_other_recipe_loads_and_its_defaults_are_those_of_the_page(folder: Path) -> None:
-    _, text = [block for block in BLOCKS if block[0] == "yaml"]
-    path = folder / "other.yaml"
-    path.write_text(with_sections(text[1]))
-    assert load_recipe(path).recipe.rewards[0].use == f"{folder}/rewards.py:judged"
+def test_the_other_recipes_are_valid_and_defaults_are_those_of_the_page(folder: Path) -> None:
+    _, text = [text for kind, text in REWARDS if kind == "yaml"]
+    (folder / "other.yaml").write_text(with_sections(text))
+    assert load_recipe(folder / "other.yaml").recipe.rewards[0].use == f"{folder}/rewards.py:judged"
     entry, scoring = RewardRecipe(use="exact_match"), ScoringRecipe()
     assert (entry.timeout, entry.max_error_fraction, entry.on_error, entry.weight) == (30, 0.05, "fail", 1)
     assert (scoring.memory_gib, scoring.import_timeout, scoring.workers) == (4, 60, None)
+    assert len(JUDGED) == 3  # of a reward model, of a judge, and of preferences
+    for judged_by in JUDGED:
+        (folder / "other.yaml").write_text(yaml.safe_dump({**yaml.safe_load(RECIPE), **yaml.safe_load(judged_by)}))
+        validate_command(folder / "other.yaml", [], False, 0)
 
 
 def test_the_commands_run(folder: Path) -> None:
-    (script,) = (text for kind, text in BLOCKS if kind == "sh")
-    for line in script.splitlines():
-        result = CliRunner().invoke(app, line.split()[1:])
-        assert result.exit_code == 0, (line, result.output, result.exception)
+    run_commands(REWARDS)
+    with serving(lambda question: f'{{"why": "It sorts.", "score": {1 + len(question) % 5}}}') as server:
+        part = yaml.safe_load(JUDGED[1])
+        part["rewards"][0]["args"]["url"] = server.url
+        (folder / "recipe.yaml").write_text(yaml.safe_dump({**yaml.safe_load(RECIPE), **part}))
+        run_commands(JUDGES)
+    assert len(server.questions) == 4 and server.keys[0] == "Bearer not-a-real-key"
+    assert server.questions[0].startswith("A pupil was asked: ") and '{"why": "a sentence"' in server.questions[0]
 
 
 def test_the_users_test_passes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (test,) = (text for kind, text in BLOCKS if kind == "python" and TEST_OF_USER in text)
+    (test,) = (text for kind, text in REWARDS if kind == "python" and TEST_OF_USER in text)
     rewards = ModuleType("rewards")
     exec((folder / "rewards.py").read_text(), vars(rewards))
     monkeypatch.setitem(sys.modules, "rewards", rewards)

@@ -2,28 +2,28 @@ import hashlib
 import textwrap
 
 import pytest
-from scoring import loaded, opened
+from helpers.scoring import loaded
 
 from rlgen.errors import DataError, RewardError
-from rlgen.rewards.builtin import exact_match
-
-__all__ = ["opened"]
+from rlgen.rewards.builtin import exact_match, regex_match
 
 
 @pytest.fixture
 def write(tmp_path):
     def write_file(source, name="rewards.py"):
         path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
         path.write_text(textwrap.dedent(source))
         return path
 
     return write_file
 
 
-def test_a_built_in():
+def test_a_built_in_and_a_function_of_a_module():
     reward, one = loaded("exact_match", {"answer"}, weight=0.5)
     assert (reward.label, reward.entry.weight, one.function) == ("exact_match", 0.5, exact_match)
     assert not reward.of_group and not one.facts.is_async
+    assert loaded("rlgen.rewards.builtin:regex_match", args={"pattern": "a"})[1].function is regex_match
 
 
 def test_a_function_of_a_file_keeps_the_hash_of_the_file(write):
@@ -33,46 +33,36 @@ def test_a_function_of_a_file_keeps_the_hash_of_the_file(write):
     assert one.function(**reward.arguments({"completion": "abcd", "step": 3})) == -2.0
 
 
-def test_a_function_of_a_module():
-    reward, one = loaded("rlgen.rewards.builtin:regex_match", args={"pattern": "a"})
-    assert one.function(**reward.arguments({"completion": "cat"})) == 1.0
-
-
 def test_a_function_of_a_module_keeps_the_hash_of_the_file_behind_it(write, tmp_path, monkeypatch, opened):
-    (tmp_path / "judges").mkdir()
-    write("", name="judges/__init__.py")
+    package = write("", name="judges/__init__.py")
     monkeypatch.syspath_prepend(tmp_path)  # workers find what the trainer finds
 
     def hashed(source):
-        files = write(source, name="judges/short.py"), tmp_path / "judges/__init__.py"
+        files = write(source, name="judges/short.py"), package
         (reward,) = opened([{"use": "judges.short:f"}], set()).rewards  # imported by a new worker
         hashes = "".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in files)
-        return reward.sha256 == hashlib.sha256(hashes.encode()).hexdigest(), reward.sha256
+        assert reward.sha256 == hashlib.sha256(hashes.encode()).hexdigest()
+        return reward.sha256
 
-    found, first = hashed("def f(completion): return 0.25\n")
-    assert found
-    found, edited = hashed("def f(completion): return 0.5\n")
-    assert found and edited != first
+    assert hashed("def f(completion): return 0.25\n") != hashed("def f(completion): return 0.5\n")
 
 
 def test_the_hash_of_a_reward_covers_the_modules_beside_it(write, tmp_path, monkeypatch, opened):
-    (tmp_path / "parts").mkdir()
     write("", name="parts/__init__.py")
     write("import digits_helper, parts.inner\ndef f(completion): return digits_helper.VALUE\n")
-    write("def g(completion): return 1.0\n", name="other.py")  # another reward of the folder
+    other = write("def g(completion): return 1.0\n", name="other.py")  # another reward of the folder
     monkeypatch.syspath_prepend(tmp_path)  # as PYTHONPATH does
 
     def hashed(value, inner, beside):
         write(f"VALUE = {value}\n", name="digits_helper.py")
         write(f"VALUE = {inner}\n", name="parts/inner.py")
         write(f"VALUE = {beside}\n", name="never_imported.py")
-        first, second = opened([{"use": f"{tmp_path}/other.py:g"}, {"use": f"{tmp_path}/rewards.py:f"}], set()).rewards
-        assert first.sha256 == hashlib.sha256((tmp_path / "other.py").read_bytes()).hexdigest()
+        first, second = opened([{"use": f"{other}:g"}, {"use": f"{tmp_path}/rewards.py:f"}], set()).rewards
+        assert first.sha256 == hashlib.sha256(other.read_bytes()).hexdigest()
         return second.sha256
 
     before = hashed(0.25, 1, 1)
-    assert before == hashed(0.25, 1, 2) and before not in (helper := hashed(0.75, 1, 1), inner := hashed(0.25, 2, 1))
-    assert helper != inner
+    assert before == hashed(0.25, 1, 2) and len({before, hashed(0.75, 1, 1), hashed(0.25, 2, 1)}) == 3
 
 
 def test_a_file_may_define_dataclasses(write):
@@ -105,12 +95,18 @@ def test_the_signature_decides_the_kind(write, signature, of_group, is_async):
     assert (reward.of_group, one.facts.is_async) == (of_group, is_async)
 
 
-def test_arguments_are_what_the_function_names(write):
-    path = write("def some(completion, step): ...\ndef all_(completion, **rest): ...\n")
-    available = {"completion": "c", "step": 4, "answer": "7"}
-    assert loaded(f"{path}:some", {"answer"})[0].arguments(available) == {"completion": "c", "step": 4}
-    everything = loaded(f"{path}:all_", {"answer"}, args={"k": 1})[0].arguments(available)
-    assert everything == {**available, "k": 1}
+@pytest.mark.parametrize(
+    ("signature", "args", "given"),
+    [
+        ("completion, step", {}, {"completion": "c", "step": 4}),
+        ("completion, **rest", {"k": 1}, {"completion": "c", "step": 4, "answer": "7", "k": 1}),
+        ("completion, target=None", {}, {"completion": "c"}),  # need not be filled
+        ("completion, answer=None", {}, {"completion": "c", "answer": "7"}),
+    ],
+)
+def test_arguments_are_what_the_function_names(write, signature, args, given):
+    reward, _ = loaded(f"{write(f'def f({signature}): ...')}:f", {"answer"}, args=args)
+    assert reward.arguments({"completion": "c", "step": 4, "answer": "7"}) == given
 
 
 @pytest.mark.parametrize(
@@ -133,18 +129,15 @@ def test_a_parameter_that_cannot_be_filled_is_an_error(write, proof, error, sign
     proof(str(caught.value)[-80:])
 
 
-def test_a_parameter_with_a_default_need_not_be_filled(write):
-    reward, one = loaded(f"{write('def f(completion, target=None): return target')}:f")
-    assert one.function(**reward.arguments({"completion": ""})) is None
-    reward, one = loaded(f"{write('def f(completion, target=None): return target')}:f", {"target"})
-    assert one.function(**reward.arguments({"completion": "", "target": 5})) == 5
-
-
-def test_a_missing_file_module_or_function(write, tmp_path):
-    path = write("def brevity(completion): return 1.0\n")
-    with pytest.raises(RewardError, match="did you mean `brevity`"):
-        loaded(f"{path}:brevty")
-    with pytest.raises(RewardError, match=r"nowhere\.py does not exist"):
-        loaded(f"{tmp_path}/nowhere.py:f")
-    with pytest.raises(RewardError, match="no_such_package_anywhere"):
-        loaded("no_such_package_anywhere.rewards:f")
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        ("{folder}/rewards.py:brevty", "did you mean `brevity`"),
+        ("{folder}/nowhere.py:f", r"nowhere\.py does not exist"),
+        ("no_such_package_anywhere.rewards:f", "no_such_package_anywhere"),
+    ],
+)
+def test_a_missing_file_module_or_function(write, use, said):
+    folder = write("def brevity(completion): return 1.0\n").parent
+    with pytest.raises(RewardError, match=said):
+        loaded(use.format(folder=folder))

@@ -1,22 +1,20 @@
 """Reward models: their scores are those of transformers, whatever the batches; what is no reward model is refused."""
 
 import json
-from collections.abc import Iterator
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.reward_model import make_reward_model
-from scoring import Build, group, opened, totals
+from helpers.scoring import Build, group, totals
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlgen.errors import RewardError
 from rlgen.recipe.judges import RewardModelArgs
 from rlgen.rewards import reward_model
 from rlgen.rewards.reward_model import RewardModel, TooLong, batches, load_parts, model_digest, sigmoid
-
-__all__ = ["opened"]
 
 CHAT = [{"role": "system", "content": "Count."}, {"role": "user", "content": "3+4="}]
 TEXTS = ["7", "the sum is seven", "", "7 7 7 7 7 7 7 7 7 7"]
@@ -28,10 +26,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def unlimited(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def unlimited(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit is for a worker, and this process is none."""
     monkeypatch.setattr(reward_model, "limit_memory", lambda further: None)
-    yield
 
 
 def model_of(folder: Path, **settings: Any) -> RewardModel:
@@ -71,11 +68,10 @@ def test_a_declared_padding_is_used(tmp_path: Path) -> None:
     assert scored(model_of(folder), TEXTS, CHAT) == pytest.approx(plain_scores(folder, TEXTS, CHAT), abs=1e-5)
 
 
-def test_messages_or_text_as_the_recipe_says(folder: Path) -> None:
-    as_text = plain_scores(folder, TEXTS)
-    assert scored(model_of(folder, chat=False), TEXTS, CHAT) == pytest.approx(as_text, abs=1e-5)
-    user = [{"role": "user", "content": "3+4="}]
-    assert scored(model_of(folder, chat=True), TEXTS) == pytest.approx(plain_scores(folder, TEXTS, user), abs=1e-5)
+@pytest.mark.parametrize(("chat", "given", "shown"), [(False, CHAT, None), (True, None, [{"role": "user", "content": "3+4="}])])
+def test_messages_or_text_as_the_recipe_says(folder: Path, chat: bool, given: Any, shown: Any) -> None:
+    found = scored(model_of(folder, chat=chat), TEXTS, given)
+    assert found == pytest.approx(plain_scores(folder, TEXTS, shown), abs=1e-5)
 
 
 def test_a_head_in_float32_tells_scores_apart(folder: Path) -> None:
@@ -97,8 +93,8 @@ def test_a_row_that_is_too_long_is_an_error_or_loses_its_start(folder: Path, cap
         scored(model_of(folder, max_tokens=8), ["the sum is seven"])
     cut = model_of(folder, max_tokens=8, overlong="truncate")
     found = scored(cut, ["the sum is seven", "7"])
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     end = AutoTokenizer.from_pretrained(folder)("3+4=the sum is seven")["input_ids"][-8:]
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
         assert found[0] == pytest.approx(model(input_ids=torch.tensor([end])).logits[0, 0].item(), abs=1e-5)
     assert found[1] == pytest.approx(plain_scores(folder, ["7"])[0], abs=1e-5)
@@ -153,11 +149,8 @@ def test_a_model_has_one_worker_with_a_limit_of_its_own(folder: Path, opened: Bu
     groups = [group("7", "the sum", group_id=at) for at in range(4)]
     one, other = plain_scores(folder, ["7", "the sum"])
     assert totals(scorer.score(groups, 1)) == [[pytest.approx(1 + 2 * one, abs=1e-5), pytest.approx(2 * other, abs=1e-5)]] * 4
-    assert len(scorer.pool.pools[1]._workers) == 1  # type: ignore[union-attr]
+    (worker,) = scorer.pools[1]._workers
     assert scorer.rewards[1].sha256 == model_digest(folder)
-    (limits,) = (
-        line.split()
-        for line in Path(f"/proc/{scorer.pool.pools[1]._workers[0].process.pid}/limits").read_text().splitlines()  # type: ignore[union-attr]
-        if line.startswith("Max data size")
-    )
-    assert 0.25 * 2**30 < int(limits[3]) < 16 * 2**30
+    limits = Path(f"/proc/{worker.process.pid}/limits").read_text()
+    (most,) = re.findall(r"^Max data size +(\d+)", limits, re.MULTILINE)
+    assert 0.25 * 2**30 < int(most) < 16 * 2**30

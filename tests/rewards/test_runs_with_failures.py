@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from conftest import read_jsonl
 from helpers.rollouts import rollout_rows
-from scoring import overdue
+from helpers.scoring import overdue
 
 from rlgen.cli.train import train_command
 from rlgen.errors import RewardError

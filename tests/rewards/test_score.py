@@ -1,33 +1,27 @@
 from dataclasses import replace
 
 import pytest
-from scoring import group, opened, scorer, totals
+from helpers.scoring import group, totals
 
 from rlgen.errors import RewardError
 from rlgen.rewards.score import weighted_sums
 
-__all__ = ["opened", "scorer"]
-
-
-def test_the_sum_is_weighted():
-    # 1*1 + .5*.5 = 1.25 and 1*0 + .5*2 = 1 (algorithms.md 1.1)
-    table = [{"a": 1.0, "b": 0.5}, {"a": 0.0, "b": 2.0}]
-    assert weighted_sums(table, {"a": 1.0, "b": 0.5}) == [1.25, 1.0]
-
-
-def test_a_reward_that_applies_to_no_sample_is_left_out_of_the_group():
-    assert weighted_sums([{"a": 1.0, "b": None}, {"a": 3.0, "b": None}], {"a": 2.0, "b": 1.0}) == [2.0, 6.0]
-
-
-def test_a_reward_that_applies_to_a_part_makes_the_others_unscorable():
-    table = [{"a": 1.0, "b": 1.0}, {"a": 2.0, "b": None}, {"a": 3.0, "b": 0.0}]
-    assert weighted_sums(table, {"a": 1.0, "b": 1.0}) == [2.0, None, 3.0]
-
 
 @pytest.mark.fault(34)
-def test_where_no_reward_applies_there_is_no_sum(proof):
-    assert weighted_sums([{"a": None}, {"a": None}], {"a": 1.0}) == [None, None]
-    proof("None for both samples of a group: no sum, not 0")
+@pytest.mark.parametrize(
+    ("table", "weights", "sums"),
+    [
+        # 1*1 + .5*.5 = 1.25 and 1*0 + .5*2 = 1 (algorithms.md 1.1)
+        ([{"a": 1.0, "b": 0.5}, {"a": 0.0, "b": 2.0}], {"a": 1.0, "b": 0.5}, [1.25, 1.0]),
+        # One that applies to no sample is left out of the group; one that applies to a part makes the others unscorable.
+        ([{"a": 1.0, "b": None}, {"a": 3.0, "b": None}], {"a": 2.0, "b": 1.0}, [2.0, 6.0]),
+        ([{"a": 1.0, "b": 1.0}, {"a": 2.0, "b": None}, {"a": 3.0, "b": 0.0}], {"a": 1.0, "b": 1.0}, [2.0, None, 3.0]),
+        ([{"a": None}, {"a": None}], {"a": 1.0}, [None, None]),
+    ],
+)
+def test_the_sum_is_weighted_and_there_is_none_where_no_reward_applies(proof, table, weights, sums):
+    assert weighted_sums(table, weights) == sums
+    proof(f"{table}: {sums}, and never 0 for None")
 
 
 def test_the_other_groups_do_not_decide_what_applies(scorer):
@@ -69,15 +63,18 @@ def test_a_reward_of_a_group_gets_lists_and_gives_a_list(scorer):
     assert [sample.reward for sample in scored.samples] == [None, 2.0]
 
 
-def test_a_function_with_completions_and_kwargs_works(scorer):
-    build = scorer("def f(completions, **kwargs): return [float(a == '7') for a in kwargs['answer']]")
-    assert totals(build.score([group("a", "b")], 1)) == [[1.0, 1.0]]
-
-
-def test_a_function_with_kwargs_gets_everything(scorer):
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(completions, **kwargs): return [float(a == '7') for a in kwargs['answer']]",
+        "def f(completion, **rest): return float(sorted(rest) == NAMES)",
+        "import asyncio\nasync def g(): return 1.0\ndef f(completion): return asyncio.run(g())",  # a loop of its own
+        "def f(completion): return {'a': True}.get(completion, 1)",  # booleans and integers are numbers
+    ],
+)
+def test_these_functions_work(scorer, source):
     given = "answer completion_ids finish_reason max_completion_tokens prompt prompt_ids prompt_messages step"
-    build = scorer(f"def f(completion, **rest): return float(sorted(rest) == {given.split()})")
-    assert totals(build.score([group("a")], 1)) == [[1.0]]
+    assert totals(scorer(f"NAMES = {given.split()}\n{source}").score([group("a", "b")], 1)) == [[1.0, 1.0]]
 
 
 def test_async_calls_run_side_by_side_and_keep_their_places(scorer):
@@ -101,11 +98,6 @@ def test_async_calls_run_side_by_side_and_keep_their_places(scorer):
     scored = build.score([group("1", "2"), group("3", "4", group_id=18)], 1)
     assert totals(scored) == [[0.5, 1.0], [1.5, 2.0]]
     assert list(scored[1].samples[1].rewards.items()) == [("f", 4.0), ("g", -4.0)], "in the recipe's order"
-
-
-def test_a_plain_function_may_run_an_event_loop_of_its_own(scorer):
-    source = "import asyncio\nasync def g(completion): return 1.0\ndef f(completion): return asyncio.run(g(completion))\n"
-    assert totals(scorer(source, "f", "g").score([group("a", "b")], 1)) == [[2.0, 2.0]]
 
 
 def test_async_rewards_of_all_steps_share_one_event_loop(scorer):
@@ -153,11 +145,6 @@ def test_no_more_async_calls_run_at_once_than_the_recipe_says(scorer, scoring, m
     assert max(totals(scored)[0]) == most
 
 
-def test_booleans_and_integers_are_numbers(scorer):
-    build = scorer("def f(completion): return {'t': True, 'f': False}.get(completion, 3)")
-    assert totals(build.score([group("t", "f", "i")], 1)) == [[1.0, 0.0, 3.0]]
-
-
 @pytest.mark.parametrize(
     ("body", "said"),
     [
@@ -178,13 +165,12 @@ def test_what_is_no_reward_is_an_error_and_never_zero(scorer, body, said):
     assert "reward f" in str(caught.value) and "17" in str(caught.value) and said in str(caught.value)
 
 
-@pytest.mark.parametrize("prefix", ["", "async "])
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("prefix", "line", "said"),
     [
-        ("raise KeyError('digits')", "KeyError: 'digits'"),
-        ("__import__('sys').exit(0)", "SystemExit: 0"),
-        ("__import__('json').loads(completion)", "JSONDecodeError"),  # raised in a library
+        ("async ", "raise KeyError('digits')", "KeyError: 'digits'"),
+        ("async ", "__import__('sys').exit(0)", "SystemExit: 0"),
+        ("", "__import__('json').loads(completion)", "JSONDecodeError"),  # raised in a library
     ],
 )
 def test_a_failure_names_reward_place_and_line_of_the_user(scorer, prefix, line, said):

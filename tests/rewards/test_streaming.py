@@ -8,14 +8,12 @@ from dataclasses import replace
 
 import numpy
 import pytest
+from helpers.scoring import SOME_FAIL, gone, group, totals
 from helpers.waiting import until
-from scoring import SOME_FAIL, gone, group, opened, scorer, totals
 
 from rlgen.errors import RewardError
-from rlgen.rewards.early import EarlyScoring
+from rlgen.rewards.score import EarlyScoring
 from rlgen.types import ids_of
-
-__all__ = ["opened", "scorer"]
 
 
 @pytest.mark.parametrize("prefix", ["", "async "])
@@ -28,12 +26,13 @@ def test_calls_run_before_the_last_group_is_there(scorer, tmp_path, prefix):
             return float(len(completion))
     """
     build = scorer(source)
-    with closing(build.begin(1)) as scoring:
+    with closing(EarlyScoring(build)) as scoring:
+        scoring.open(1)
         groups = [group("a", "bb", group_id=0), group("ccc", "d", group_id=1)]
         for one in groups:
-            scoring.add(one)
+            scoring.add(1, one)
             until(lambda one=one: all((tmp_path / f"ran_{sample.completion}").exists() for sample in one.samples))
-        scored = scoring.result(groups)
+        scored = scoring.result(1, groups)
     assert [one.group_id for one in scored] == [0, 1]
     assert totals(scored) == [[1.0, 2.0], [3.0, 1.0]]
 
@@ -52,54 +51,47 @@ def test_async_calls_of_a_group_join_those_that_run(scorer, tmp_path):
             return float(completion)
     """
     build = scorer(source, scoring={"concurrency": 4})
-    with closing(build.begin(1)) as scoring:
+    with closing(EarlyScoring(build)) as scoring:
+        scoring.open(1)
         groups = [group("1", "2", group_id=1), group("3", "4", group_id=2)]
-        scoring.add(groups[0])
+        scoring.add(1, groups[0])
         until(lambda: (tmp_path / "ran_2").exists())
-        scoring.add(groups[1])
-        assert totals(scoring.result(groups)) == [[1.0, 2.0], [3.0, 4.0]]
+        scoring.add(1, groups[1])
+        assert totals(scoring.result(1, groups)) == [[1.0, 2.0], [3.0, 4.0]]
 
 
-def test_groups_may_be_added_by_many_threads(scorer):
-    build = scorer("def f(completion): return float(completion)\n")
-    with closing(build.begin(1)) as scoring:
-        groups = [group(str(number), str(number + 0.5), group_id=number) for number in range(40)]
-        threads = [threading.Thread(target=scoring.add, args=(one,)) for one in groups]
+def test_groups_of_many_threads_give_the_same_as_together(scorer):
+    source = SOME_FAIL + "def g(completions): return [float(sum(map(ord, ''.join(completions))))] * len(completions)\n"
+    settings = {"on_error": "skip", "max_error_fraction": 1.0}
+    build = scorer(source, {"use": "f", **settings}, {"use": "g", "weight": 0.5}, scoring={"workers": 2})
+    groups = [group("a" * number, f"x{number}", group_id=number) for number in range(1, 41)]
+    together = build.score(groups, 3)
+    assert totals(together)[0] == [1 + 0.5 * sum(b"ax1"), None]
+    with closing(EarlyScoring(build)) as scoring:
+        scoring.open(3)
+        threads = [threading.Thread(target=scoring.add, args=(3, one)) for one in groups]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        scored = scoring.result(groups)
-    assert [one.group_id for one in scored] == list(range(40))
-    assert totals(scored) == [[one.group_id, one.group_id + 0.5] for one in scored]
-
-
-def test_the_same_comes_of_groups_one_by_one_and_together(scorer):
-    source = SOME_FAIL + "def g(completions): return [float(len(set(completions))) for _ in completions]\n"
-    settings = {"on_error": "skip", "max_error_fraction": 1.0}
-    build = scorer(source, {"use": "f", **settings}, {"use": "g", "weight": 0.5}, scoring={"workers": 2})
-    groups = [group(*f"a{number}x", f"x{number}", group_id=number) for number in range(10)]
-    together = build.score(groups, 3)
-    with closing(build.begin(3)) as scoring:
-        for one in groups:
-            scoring.add(one)
-        assert scoring.result(groups) == together
+        assert scoring.result(3, groups) == together
 
 
 def test_the_budget_is_of_all_calls_of_the_step(scorer):
     """2 of the first 2 fail, and at the end 2 of 10: as many as 0.2 of them. One more call that fails is too many."""
     build = scorer(SOME_FAIL, {"use": "f", "on_error": "skip", "max_error_fraction": 0.2})
     for last, ends in (("c", False), ("x", True)):
-        with closing(build.begin(1)) as scoring:
+        with closing(EarlyScoring(build)) as scoring:
+            scoring.open(1)
             groups = [group("x", "x"), group(*"abcdefg", last, group_id=18)]
-            scoring.add(groups[0])
-            until(lambda: not build.pool._busy)
-            scoring.add(groups[1])
+            scoring.add(1, groups[0])
+            until(lambda: not build.pools[0]._busy)
+            scoring.add(1, groups[1])
             if not ends:
-                assert totals(scoring.result(groups)) == [[None] * 2, [1.0] * 8]
+                assert totals(scoring.result(1, groups)) == [[None] * 2, [1.0] * 8]
                 continue
             with pytest.raises(RewardError, match=r"3 calls of this step failed, more than max_error_fraction 0\.2"):
-                scoring.result(groups)
+                scoring.result(1, groups)
 
 
 @pytest.fixture
@@ -130,26 +122,30 @@ def hanging(scorer, tmp_path):
 @pytest.mark.parametrize("prefix", ["", "async "])
 def test_a_step_that_is_given_up_leaves_no_call_behind(hanging, prefix):
     build, began = hanging(prefix)
-    scoring = build.begin(1)
-    scoring.add(group("a", "hang", "b"))
+    scoring = EarlyScoring(build)
+    scoring.open(1)
+    scoring.add(1, group("a", "hang", "b"))
     process = began()
     scoring.close()
     assert gone([process])
-    scoring.add(group("c"))  # as by a thread that has not heard of it
+    for step in (1, 2):  # as by a thread that has not heard of it
+        scoring.add(step, group("c"))
+    assert not build.pools[0]._busy and not scoring._waiting
     assert totals(build.score([group("d")], 2)) == [[1.0]]
 
 
 def test_a_closed_scorer_ends_a_step_that_runs(hanging):
     build, began = hanging()
-    scoring, hangs = build.begin(1), group("hang")
-    scoring.add(hangs)
+    scoring, hangs = EarlyScoring(build), group("hang")
+    scoring.open(1)
+    scoring.add(1, hangs)
     process = began()
     build.close()
     assert gone([process])
     with pytest.raises(RuntimeError, match="closed"):
-        scoring.result([hangs])
+        scoring.result(1, [hangs])
     with pytest.raises(RuntimeError, match="closed"):
-        build.begin(2)
+        scoring.open(2)
 
 
 def test_ctrl_c_while_rewards_are_waited_for_ends_them(hanging, request):
@@ -170,8 +166,10 @@ def test_ctrl_c_while_rewards_are_waited_for_ends_them(hanging, request):
 
 def test_two_steps_are_not_scored_at_once(scorer):
     build = scorer("def f(completion): return 1.0\n")
-    with closing(build.begin(1)), pytest.raises(RuntimeError, match="another step"):
-        build.begin(2)
+    with closing(build.open()) as stream, pytest.raises(RuntimeError, match="another step"):
+        EarlyScoring(build).open(2)
+    stream.add(build.calls_of(group("c"), 1, 0)[1])  # too late: it does nothing
+    assert not build.pools[0]._busy
     assert totals(build.score([group("a")], 2)) == [[1.0]]
 
 
@@ -205,12 +203,13 @@ def test_a_group_that_has_changed_is_scored_anew_and_its_failures_do_not_count(s
     source = SOME_FAIL + "def g(completions): return [float(len(completions)) for _ in completions]\n"
     build = scorer(source, {"use": "f", "on_error": "skip", "max_error_fraction": 0.0}, "g")
     before, other = group("a", "x", "b"), group("c", group_id=18)
-    with closing(build.begin(1)) as scoring:
-        scoring.add(other)
-        scoring.add(before)
-        until(lambda: not build.pool._busy)
+    with closing(EarlyScoring(build)) as scoring:
+        scoring.open(1)
+        scoring.add(1, other)
+        scoring.add(1, before)
+        until(lambda: not build.pools[0]._busy)
         left = replace(before, samples=(before.samples[0], before.samples[2]))
-        scored = scoring.result([left, other])
+        scored = scoring.result(1, [left, other])
     assert scored == build.score([left, other], 1)
     assert [[sample.rewards for sample in one.samples] for one in scored] == [[{"f": 1.0, "g": 2.0}] * 2, [{"f": 1.0, "g": 1.0}]]
 
@@ -228,7 +227,7 @@ def test_groups_of_the_next_step_wait_until_this_one_is_scored(scorer, tmp_path)
     early.open(1)
     until(calls.exists)
     early.add(2, group("b", group_id=18))
-    until(lambda: not build.pool._busy)
+    until(lambda: not build.pools[0]._busy)
     assert totals(early.result(1, [group("a")])) == [[1.0]]
     assert calls.read_text() == "a of 1\n"
     early.open(2)
@@ -237,17 +236,3 @@ def test_groups_of_the_next_step_wait_until_this_one_is_scored(scorer, tmp_path)
     assert totals(early.result(2, [group("c", group_id=19), group("b", group_id=18)])) == [[2.0], [2.0]]
     assert sorted(calls.read_text().splitlines()) == ["a of 1", "b of 2", "c of 2"], "each is called once"
     assert totals(early.result(2, [group("d")])) == [[2.0]], "a further call of the same step"
-
-
-def test_what_is_closed_early_ends_its_calls_and_takes_no_more(hanging):
-    build, began = hanging()
-    early = EarlyScoring(build)
-    early.open(1)
-    early.add(1, group("hang"))
-    process = began()
-    early.close()
-    assert gone([process])
-    early.add(1, group("c"))
-    early.add(2, group("c"))
-    assert not build.pool._busy and not early._waiting
-    assert totals(build.score([group("d")], 2)) == [[1.0]]

@@ -330,15 +330,15 @@ def journal_of_a_run(folder: Path, base: str | None = None, tools: str | None = 
     attempt = SimpleNamespace(recipe=recipe, directory=directory, console=console, processes=Processes.alone())
     facts = replace(FACTS, plan=EnginePlan.of(recipe, "m").digest())
     models, open_engine = SimpleNamespace(base=base), SimpleNamespace(facts=lambda: facts, abilities=ABILITIES)
-    pair = SimpleNamespace(
-        learner=SimpleNamespace(models=models),
+    both = SimpleNamespace(
+        state=SimpleNamespace(models=models),
         engine=open_engine,
         position=Position(),
         engine_share=EngineShare.of(Processes.alone(), 1),
     )
     talk = None if tools is None else dialogue(digest=tools)
     code = SimpleNamespace(scorer=SimpleNamespace(rewards=[]), dialogue=talk, custom=None)
-    journal = open_journal(attempt, pair, code)  # type: ignore[arg-type]
+    journal = open_journal(attempt, both, code)  # type: ignore[arg-type]
     journal.starts_from(0, "w0")
     return journal
 

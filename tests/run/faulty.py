@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from rlgen.cli.app import main
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.models.policy import Policy
-from rlgen.rewards.early import EarlyScoring
+from rlgen.rewards.score import EarlyScoring
 from rlgen.rollout.sampler import Sampler
 from rlgen.run import writing
 from rlgen.run.signals import StopRequest
@@ -39,9 +39,9 @@ def one_engine_loses_a_tensor() -> None:
 def one_backward_fails() -> None:
     run = Updater._run
 
-    def failing(updater, window, update):  # type: ignore[no-untyped-def]
-        run(updater, window, update)
-        raise ZeroDivisionError(f"a bug after {len(window.micro_batches)} micro-batches")
+    def failing(updater, train_batch, update):  # type: ignore[no-untyped-def]
+        run(updater, train_batch, update)
+        raise ZeroDivisionError(f"a bug after {len(train_batch.micro_batches)} micro-batches")
 
     Updater._run = failing  # type: ignore[method-assign]
 
@@ -74,7 +74,7 @@ def one_hangs_in_c() -> None:
 
 def one_skips_a_step() -> None:
     """It trains nothing and goes on: the others wait for its gradient."""
-    Updater.__call__ = lambda updater, window, step: ({}, None)  # type: ignore[method-assign]
+    Updater.__call__ = lambda updater, train_batch, step: ({}, None)  # type: ignore[method-assign]
 
 
 def one_goes_another_way() -> None:
@@ -115,7 +115,7 @@ def one_samples_for_long() -> None:
 def one_fails_the_first_time() -> None:
     """In step 3 of the first attempt that its launcher makes."""
 
-    def fails(updater: Updater, window: Any, step: int) -> None:
+    def fails(updater: Updater, train_batch: Any, step: int) -> None:
         if step == 3 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             os.kill(os.getpid(), 9)
 

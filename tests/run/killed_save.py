@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from helpers.instants import Instants, in_child
-from helpers.learner import equal, learn, parts, save_parts, state
+from helpers.train_state import equal, learn, parts, save_parts, state
 from transformers.utils.logging import disable_progress_bar
 
 from rlgen.models import lora

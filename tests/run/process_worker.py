@@ -18,7 +18,7 @@ from rlgen.run.console import Console
 from rlgen.run.directory import RunDirectory
 from rlgen.run.signals import StopRequest
 from rlgen.sentinel.sync import send_weights
-from rlgen.setup import pair
+from rlgen.setup import trainer_and_engine
 from rlgen.setup.policy import build_policy
 from rlgen.setup.trainer import RunContext, open_trainer
 
@@ -49,7 +49,7 @@ class Kept:
 def main(recipe: Path, folder: Path, size: str, trainers: Sequence[str]) -> None:
     processes = Processes.open(60) if "RANK" in os.environ else Processes.alone()
     kept = Kept()
-    pair.build_engine = kept.build  # type: ignore[assignment]
+    trainer_and_engine.build_engine = kept.build  # type: ignore[assignment]
     for name in trainers:
         loaded = load_recipe(recipe, [f"trainer={TRAINERS[name]}", f"engine.tensor_parallel_size={size}", "run.steps=1"])
         path = folder / name

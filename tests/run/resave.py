@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from helpers.learner import parts, save_parts
+from helpers.train_state import parts, save_parts
 
 from rlgen.processes import Processes
 from rlgen.run.checkpoint import Checkpoints, load_checkpoint

@@ -61,7 +61,7 @@ def replayed(run: Path, step: int, processes: Processes) -> Any:
 
 def refused(recipe: Path, overrides: list[str], processes: Processes) -> Any:
     """As where the same comparison ends otherwise on the GPU of one process."""
-    loaded, pack = load_recipe(recipe, overrides).recipe, policy.pack
+    loaded, pack = load_recipe(recipe, overrides).recipe, policy.make_packed
 
     def refusing(model: Any, prompts: Any, dtype: torch.dtype) -> str | None:
         pack(model, prompts, dtype)  # computes with the others
@@ -69,10 +69,10 @@ def refused(recipe: Path, overrides: list[str], processes: Processes) -> Any:
         return "not on this GPU"
 
     if processes.rank == processes.world - 1:
-        policy.pack = refusing
+        policy.make_packed = refusing
     algorithm = build_algorithm(loaded.trainer)
     opened = open_policies(loaded, locate(loaded.model.path), algorithm, None, processes, None, TEXTS, print)
-    policy.pack = pack
+    policy.make_packed = pack
     assert opened.reference is None or isinstance(opened.reference, policy.Policy)
     both = [one for one in (opened.policy, opened.reference) if one is not None]
     return [[one.packed, one.unpacked, one.model.config._attn_implementation] for one in both]

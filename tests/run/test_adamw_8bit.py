@@ -16,7 +16,7 @@ from rlgen.cli.train import train_command
 from rlgen.errors import RecipeError, SetupError
 from rlgen.recipe import load_recipe
 from rlgen.run.state import load_optimizer, optimizer_tensors
-from rlgen.setup.learner import adamw_8bit
+from rlgen.setup.train_state import adamw_8bit
 
 BITSANDBYTES = "0.50.2"
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from helpers.learner import learn, parts, position, save_parts
+from helpers.train_state import learn, parts, position, save_parts
 
 from rlgen.errors import CheckpointError
 from rlgen.files import read_json

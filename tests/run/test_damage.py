@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.learner import Parts, equal, learn, parts, save_parts, state
 from helpers.torchrun import launch, well
+from helpers.train_state import Parts, equal, learn, parts, save_parts, state
 from helpers.waiting import HANGS
 from safetensors.torch import load_file, save_file
 

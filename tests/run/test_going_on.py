@@ -34,7 +34,7 @@ from rlgen.run.compare import first_difference
 from rlgen.run.directory import RunDirectory
 from rlgen.run.manifest import check_files
 from rlgen.run.rollouts import RolloutWriter
-from rlgen.setup import pair, trainer
+from rlgen.setup import trainer, trainer_and_engine
 from rlgen.setup.reopen import MAY_CHANGE
 
 Proof = Callable[[str], None]
@@ -122,7 +122,7 @@ def test_what_cannot_be_gone_on_from_is_known_before_the_engine_opens(
     def opened(*values: object) -> None:
         raise AssertionError("the engine was opened")
 
-    monkeypatch.setattr(pair, "build_engine", opened)
+    monkeypatch.setattr(trainer_and_engine, "build_engine", opened)
     for path in (folder / "run" / "checkpoints").glob("step_*"):
         flip(path / "state" / "optimizer.safetensors")
     with pytest.raises(CheckpointError, match="no good checkpoint to resume from") as caught:
@@ -137,7 +137,7 @@ def test_what_cannot_be_gone_on_from_is_known_before_the_engine_opens(
 def test_what_is_not_as_it_was_written_is_no_model_to_begin_with(
     folder: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof
 ) -> None:
-    monkeypatch.setattr(pair, "build_engine", lambda *values: 1 / 0)
+    monkeypatch.setattr(trainer_and_engine, "build_engine", lambda *values: 1 / 0)
     path = folder / "run" / "checkpoints" / "step_000002"
     file, settings = path / "model.safetensors", [*SETTINGS, f"model.path={path}"]
     flip(file)
@@ -164,7 +164,7 @@ def test_a_checkpoint_of_another_run_is_refused_before_the_engine_opens(
     folder: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof
 ) -> None:
     """Copied into this run's folder by hand: the recipe says nothing of it."""
-    monkeypatch.setattr(pair, "build_engine", lambda *values: 1 / 0)
+    monkeypatch.setattr(trainer_and_engine, "build_engine", lambda *values: 1 / 0)
     for settings, words in [
         (["trainer={kind: rloo}"], "another trainer: trainer.kind was grpo and is rloo"),
         (['model.path="tiny:llama"'], "another model: architecture was Qwen3ForCausalLM and is LlamaForCausalLM"),
@@ -254,7 +254,7 @@ def test_a_model_that_was_edited_is_no_reference_and_no_tokenizer_to_go_on_with(
         content = file.read_bytes()
         flip(file) if text is None else file.write_text(text)
         with monkeypatch.context() as patch, pytest.raises(UsageError, match=f"--resume: {words}") as caught:
-            patch.setattr(pair, "build_engine", lambda *values: 1 / 0)
+            patch.setattr(trainer_and_engine, "build_engine", lambda *values: 1 / 0)
             train(folder, *settings, "run.steps=2", place="dpo", resume=True)
         assert caught.value.exit_code == 2 and (run / "metrics.jsonl").read_bytes() == metrics
         file.write_bytes(content)

@@ -10,7 +10,6 @@ import psutil
 import pytest
 import torch
 from conftest import read_jsonl
-from helpers.learner import equal
 from helpers.rollouts import rollout_rows
 from helpers.torchrun import (
     ALONE,
@@ -27,6 +26,7 @@ from helpers.torchrun import (
     weights,
     well,
 )
+from helpers.train_state import equal
 
 from rlgen import processes
 from rlgen.errors import RewardError

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import read_jsonl
-from helpers.learner import Parts, equal, parts, save_parts, state
 from helpers.torchrun import (
     ALONE,
     PRECISE,
@@ -26,6 +25,7 @@ from helpers.torchrun import (
     weights,
     well,
 )
+from helpers.train_state import Parts, equal, parts, save_parts, state
 from process_worker import TRAINERS
 from safetensors.torch import load_file
 from torch import Tensor

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import read_jsonl
 from helpers.before import before
-from helpers.learner import equal, learn, parts, position, save_parts, state
+from helpers.train_state import equal, learn, parts, position, save_parts, state
 from helpers.waiting import HANGS
 from test_signals import left, train
 

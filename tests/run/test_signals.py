@@ -27,18 +27,18 @@ from rlgen.files import read_json
 from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
 from rlgen.recipe.fields import moment
-from rlgen.rewards.early import EarlyScoring
+from rlgen.rewards.score import EarlyScoring
 from rlgen.rollout.sampler import Sampler
 from rlgen.run import clock, writing
 from rlgen.run.checkpoint import Checkpoints, seed_random
 from rlgen.run.console import Console
 from rlgen.run.signals import LEAST, MARGIN, Deadline, StopNow, StopRequest
 from rlgen.run.state import Room
-from rlgen.setup import attempt, pair, policy, trainer
+from rlgen.setup import attempt, policy, trainer, trainer_and_engine
 from rlgen.trainers import loop
 from rlgen.trainers.collect import Collector
+from rlgen.trainers.train_batch import TrainBatch
 from rlgen.trainers.update import Updater
-from rlgen.trainers.window import Window
 
 Proof = Callable[[str], None]
 STEPS = 3
@@ -51,12 +51,12 @@ SETTINGS = [
 # phase -> (what is called in it, its how-manieth call, steps that are trained when the run has stopped)
 PHASES: dict[str, tuple[Any, str, int, int]] = {
     "load": (policy, "build_policy", 1, 0),
-    "engine": (pair, "build_engine", 1, 0),
+    "engine": (trainer_and_engine, "build_engine", 1, 0),
     "ladder": (trainer, "record_attempt", 1, 0),
     "generation of step 1": (Sampler, "groups", 1, 0),
     "generation": (Sampler, "groups", 3, 2),
     "reward": (EarlyScoring, "result", 2, 1),
-    "window": (Window, "of", 2, 2),
+    "window": (TrainBatch, "of", 2, 2),
     "backward": (Updater, "_run", 2, 2),
     "sync": (loop, "send_weights", 2, 2),
     "save": (Room, "weights", 1, 2),

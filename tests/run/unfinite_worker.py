@@ -19,8 +19,8 @@ SCREEN = os.dup(1)  # before a run sends what is printed to its log
 def plant(what: str, step_of_fault: int = 2) -> None:
     run, now = Updater._run, [0]
 
-    def wrong(updater, window, update):  # type: ignore[no-untyped-def]
-        part = run(updater, window, update)
+    def wrong(updater, train_batch, update):  # type: ignore[no-untyped-def]
+        part = run(updater, train_batch, update)
         if now[-1] != step_of_fault:
             return part
         os.write(SCREEN, f"planted in process {os.environ.get('RANK', '0')}: {what} of step {now[-1]}\n".encode())
@@ -30,7 +30,7 @@ def plant(what: str, step_of_fault: int = 2) -> None:
         getattr(gradient, "_local_tensor", gradient).view(-1)[3] = math.nan
         return part
 
-    before(Updater, "__call__", lambda updater, window, step: now.append(step))
+    before(Updater, "__call__", lambda updater, train_batch, step: now.append(step))
     Updater._run = wrong  # type: ignore[method-assign]
 
 

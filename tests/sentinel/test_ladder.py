@@ -21,8 +21,8 @@ from rlgen.sentinel.bounds import Bounds, Gap
 from rlgen.sentinel.rungs import climb
 from rlgen.sentinel.verdict import Outcome, Rung, agreement
 from rlgen.setup.data import open_data
-from rlgen.setup.pair import open_pair
 from rlgen.setup.probe import probe_of, toy_gradient
+from rlgen.setup.trainer_and_engine import open_trainer_and_engine
 from rlgen.types import Completion, Sampling
 
 Proof = Callable[[str], None]
@@ -36,17 +36,14 @@ LONG, WARM = "engine={kind: colocated, max_model_len: 160}", "rollout.temperatur
 LORA = "model.lora={rank: 4, alpha: 8.0}"
 BLIND = "sentinel.max_delta=100.0"
 
+RAW_DENIED = p.lying("logprobs_mode", "processed_logprobs", p.engine_argument("logprobs_mode", "raw_logprobs"))
+HALF_DENIED = p.lying("head_dtype", "float32", p.lying("dtype", "float32", p.engine_argument("dtype", "bfloat16")))
+
 # name -> (plant, the rung that must fail, the fault it must name, words of its sentence, overrides)
 PLANTED: dict[str, tuple[p.Plant, int, Fault, str, list[str]]] = {
     # in vLLM
     "raw log-probs": (p.engine_argument("logprobs_mode", "raw_logprobs"), 0, Fault.RAW_LOGPROBS, "raw_logprobs", [WARM]),
-    "raw log-probs, denied": (
-        p.lying("logprobs_mode", "processed_logprobs", p.engine_argument("logprobs_mode", "raw_logprobs")),
-        2,
-        Fault.RAW_LOGPROBS,
-        "those of temperature 1",
-        [WARM],
-    ),
+    "raw log-probs, denied": (RAW_DENIED, 2, Fault.RAW_LOGPROBS, "those of temperature 1", [WARM]),
     "other temperature": (p.sampling_parameter("temperature", 1.0), 2, Fault.WRONG_TEMPERATURE, "temperature 1", [WARM]),
     "other temperature at 1": (p.sampling_parameter("temperature", 0.7), 1, Fault.WRONG_TEMPERATURE, "at temperature 0.7", []),
     "top-p": (p.sampling_parameter("top_p", 0.9), 1, Fault.TRUNCATED_SUPPORT, "top-p 0.9", []),
@@ -55,13 +52,7 @@ PLANTED: dict[str, tuple[p.Plant, int, Fault, str, list[str]]] = {
     "top-p ignored": (p.sampling_parameter("top_p", 1.0), 2, Fault.TRUNCATED_SUPPORT, "of all ids", ["rollout.top_p=0.8"]),
     "top-k ignored": (p.sampled_from_all, 2, Fault.TRUNCATED_SUPPORT, "log-probs of all ids", [TRANSFORMERS, "rollout.top_k=40"]),
     "bfloat16 engine": (p.engine_argument("dtype", "bfloat16"), 0, Fault.ENGINE_SETTINGS, "'bfloat16' there", []),
-    "bfloat16 engine, denied": (
-        p.lying("head_dtype", "float32", p.lying("dtype", "float32", p.engine_argument("dtype", "bfloat16"))),
-        1,
-        Fault.NUMERICS,
-        "dtype, head precision or model code",
-        [],
-    ),
+    "bfloat16 engine, denied": (HALF_DENIED, 1, Fault.NUMERICS, "dtype, head precision or model code", []),
     "bfloat16 head": (p.engine_argument("hf_overrides", {}), 0, Fault.ENGINE_SETTINGS, "head_dtype", ["model.dtype=bfloat16"]),
     "stale tensor": (p.loaded(p.stale(DOWN)), 3, Fault.STALE_TENSOR, f"earlier values of {DOWN}", []),
     "two stale tensors": (p.loaded(p.stale(DOWN, UP_1)), 3, Fault.STALE_TENSOR, UP_1, []),
@@ -142,9 +133,9 @@ def checks_of(recipe: Path, overrides: list[str], greedy: bool = False) -> tuple
     loaded = load_recipe(recipe, overrides).recipe
     if greedy:  # refused in a recipe
         loaded = loaded.model_copy(update={"rollout": loaded.rollout.model_copy(update={"temperature": 0.0})})
-    with closing(open_pair(loaded, open_data(loaded), None, Processes.alone(), recipe.parent, print)) as pair:
-        probe = probe_of(loaded, pair)
-        return list(climb(probe, toy_gradient(loaded, pair, probe))), pair.learner.policy.packed
+    with closing(open_trainer_and_engine(loaded, open_data(loaded), None, Processes.alone(), recipe.parent, print)) as both:
+        probe = probe_of(loaded, both)
+        return list(climb(probe, toy_gradient(loaded, both, probe))), both.state.policy.packed
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import read_jsonl
+from helpers.recipes import written
 from test_ladder import LONG, PLANTED, TRANSFORMERS, WARM, checks_of
 
 from rlgen import rollouts
@@ -20,44 +21,28 @@ pytestmark = pytest.mark.real
 
 SERVER = "engine={kind: server, launch: true}"
 # Faults of the toys' test: those that a gap shows, and those that contract and receipts show.
-BY_GAP = [
-    "raw log-probs, denied",
-    "other temperature",
-    "other temperature at 1",
-    "top-p",
-    "top-k",
-    "min-p",
-    "bfloat16 engine, denied",
-    "all weights stale",
-    "old weights not put back",
-    "tied head stale",
-    "prefix cache kept",
-    "decode is not prefill",
-    "rolled",
-    "shifted, last repeated",
-    "relabelled",
-    "unexplained",
-]
+BY_GAP = ["raw log-probs, denied", "other temperature", "other temperature at 1", "top-p", "top-k", "min-p"]
+BY_GAP += ["bfloat16 engine, denied", "all weights stale", "old weights not put back", "tied head stale", "prefix cache kept"]
+BY_GAP += ["decode is not prefill", "rolled", "shifted, last repeated", "relabelled", "unexplained"]
 OTHERWISE = ["raw log-probs", "sync skipped", "swapped on the way", "lost on the way", "not loaded", "split dependence"]
 # Prompts of this model are longer.
 AT = {"prefix cache kept": ["engine={kind: colocated, max_model_len: 200}"]}
 
 
-@pytest.fixture
-def recipe(real_model: Path, tmp_path: Path) -> Path:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(
-        f"""\
+RECIPE = """\
 run: {{name: real, steps: 2}}
-model: {{path: {real_model}, dtype: float32}}
+model: {{path: {model}, dtype: float32}}
 data: {{source: "task:word_problems", chat: true}}
 rewards: [{{use: numeric_match}}]
 rollout: {{prompts_per_step: 4, group_size: 4, max_completion_tokens: 16}}
 engine: {{kind: colocated}}
 optim: {{learning_rate: 5.0e-6}}
 """
-    )
-    return path
+
+
+@pytest.fixture
+def recipe(real_model: Path, tmp_path: Path) -> Path:
+    return written(tmp_path, RECIPE.format(model=real_model))
 
 
 def ladder(recipe: Path, *overrides: str) -> tuple[list[Rung], bool]:
@@ -119,16 +104,10 @@ def test_rows_of_a_thousand_tokens_are_healthy(recipe: Path, dtype: str) -> None
 @pytest.mark.parametrize("engine", ["engine.kind=colocated", SERVER])
 def test_a_truncated_distribution_and_stop_strings_are_healthy(recipe: Path, engine: str, dtype: str) -> None:
     sampling = ["rollout.temperature=0.8", "rollout.top_p=0.95", 'rollout.stop=["."]', "rollout.max_completion_tokens=48"]
-    train_command(
-        recipe, [engine, *sampling, f"model.dtype={dtype}", "sentinel.on_drift=stop"], False, False, None, recipe.parent / "run"
-    )
+    overrides = [engine, *sampling, f"model.dtype={dtype}", "sentinel.on_drift=stop"]
+    train_command(recipe, overrides, False, False, None, recipe.parent / "run")
     for record in read_jsonl(recipe.parent / "run" / "metrics.jsonl"):
         print(engine, dtype, record[Metric.SAMPLER_DELTA_MEAN], record[Metric.SAMPLER_DELTA_MAX])
         assert not record[Metric.SENTINEL_DRIFT] and (dtype == "bfloat16" or record[Metric.SAMPLER_DELTA_MAX] <= 1e-4)
-    ended = [
-        str(row["completion"])
-        for step in (1, 2)
-        for row in rollouts(recipe.parent / "run", step)
-        if row["finish_reason"] == "stop"
-    ]
-    assert sum(text.endswith(".") for text in ended) >= 8
+    rows = [row for step in (1, 2) for row in rollouts(recipe.parent / "run", step) if row["finish_reason"] == "stop"]
+    assert sum(str(row["completion"]).endswith(".") for row in rows) >= 8

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -259,21 +259,9 @@ def watch_of(probe: Any, said: list[str], drain: Callable[[], None] = lambda: No
 
 def probe_of_nothing(side: Any, given: Bounds | None, noise: Noise | None) -> Probe:
     """A probe of numbers alone: neither model nor engine is asked."""
-    nothing = cast(Any, None)
-    return Probe(
-        trainer=side,
-        engine=nothing,
-        engine_share=nothing,
-        expected=nothing,
-        tokenizer=nothing,
-        prompts=(),
-        sampling=Sampling(max_tokens=4, temperature=1.0, stop_ids=(257,)),
-        given=given,
-        most=MOST["float32"],
-        noise=noise,
-        seed=0,
-        version=0,
-    )
+    sampling = Sampling(max_tokens=4, temperature=1.0, stop_ids=(257,))
+    known = {"trainer": side, "sampling": sampling, "given": given, "most": MOST["float32"], "noise": noise, "version": 0}
+    return Probe(**{field.name: cast(Any, known.get(field.name)) for field in fields(Probe)})
 
 
 @pytest.mark.parametrize(("off", "found"), [(0, False), (3, True)])

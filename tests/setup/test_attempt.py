@@ -23,7 +23,7 @@ from rlgen.run.compare import first_difference
 from rlgen.run.directory import RunDirectory
 from rlgen.run.signals import StopRequest
 from rlgen.sentinel import rungs
-from rlgen.setup import TrainOptions, attempt, data, learner, pair, policy, probe, train, trainer
+from rlgen.setup import TrainOptions, attempt, data, policy, probe, train, train_state, trainer, trainer_and_engine
 
 TRANSFORMERS = "engine={kind: transformers}"
 
@@ -83,7 +83,14 @@ def recorded(monkeypatch: pytest.MonkeyPatch, functions: list[Callable[..., Any]
 
 
 def test_doctor_and_train_open_by_the_same_functions(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    order = [data.open_data, pair.open_pair, policy.open_policies, pair.build_engine, learner.open_learner, learner.restore]
+    order = [
+        data.open_data,
+        trainer_and_engine.open_trainer_and_engine,
+        policy.open_policies,
+        trainer_and_engine.build_engine,
+        train_state.open_train_state,
+        train_state.restore,
+    ]
     order += [probe.probe_of]
     for module in (trainer, rungs):
         monkeypatch.setattr(module, "climb", lambda *_: [])  # what is opened is tested, not what it measures

@@ -15,9 +15,9 @@ from rlgen.models.packed_attention import PackedRows
 from rlgen.models.policy import Policy, PolicyScores
 from rlgen.recipe import load_recipe
 from rlgen.run.compare import first_difference
+from rlgen.trainers.train_batch import TrainBatch
 from rlgen.trainers.update import Updater
-from rlgen.trainers.window import Window
-from rlgen.types import Batch
+from rlgen.types import MicroBatch
 
 __all__ = ["recipe"]
 Proof = Callable[[str], None]
@@ -42,7 +42,7 @@ def test_the_largest_batch_leaves_no_trace(
     settings = (*ROOM, f"trainer={trainer}", f"optim={{packing: {packing}, micro_batch_tokens: {budget}}}")
     forward = Policy.forward
 
-    def watched(policy: Policy, batch: Batch, *arguments: Any) -> PolicyScores:
+    def watched(policy: Policy, batch: MicroBatch, *arguments: Any) -> PolicyScores:
         if torch.is_grad_enabled():
             seen.append(tuple(batch.input_ids.shape))
             rows = PackedRows.of(batch.lengths, batch.prompt_lengths, batch.same_prompt, batch.input_ids.device)
@@ -68,7 +68,7 @@ def test_too_little_memory_for_the_largest_batch_shows_before_step_1(
     fired: list[str] = []
     attempt = Updater.attempt
 
-    def starved(updater: Updater, window: Window) -> None:
+    def starved(updater: Updater, train_batch: TrainBatch) -> None:
         def forward(*arguments: Any) -> None:
             fired.append("forward")
             raise MemoryError("no room")
@@ -79,7 +79,7 @@ def test_too_little_memory_for_the_largest_batch_shows_before_step_1(
 
         with monkeypatch.context() as patch:
             patch.setattr(*(Policy, "forward", forward) if phase == "forward" else (torch.Tensor, "backward", backward))
-            attempt(updater, window)
+            attempt(updater, train_batch)
 
     monkeypatch.setattr(Updater, "attempt", starved)
     with pytest.raises(SetupError, match=f"the {phase} pass of 8 rows of 72 tokens") as caught:

@@ -2,9 +2,8 @@
 
 import json
 import re
-import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 from conftest import read_jsonl
 from helpers.waiting import HANGS, until
-from tool_files import Scripted
+from tool_files import Scripted, answered, asked, worlds
 from tool_templates import FAMILIES, tokenizer_of
 from transformers import AutoTokenizer
 
@@ -31,18 +30,17 @@ from rlgen.errors import RecipeError, SetupError, ToolError, UsageError
 from rlgen.models.tiny import CHAT_TEMPLATE
 from rlgen.recipe import load_recipe
 from rlgen.recipe.data import DataRecipe
-from rlgen.recipe.models import EnvironmentRecipe, ScoringRecipe
 from rlgen.rewards.builtin import environment
 from rlgen.rollout.conversations import Dialogue, turn_seed
 from rlgen.rollout.environment import EnvironmentTurns, observed
 from rlgen.rollout.read import read_rollouts
 from rlgen.rollout.sample import rollout, sample_seed
 from rlgen.setup import data
-from rlgen.tools.arena import EnvPool, open_arena
-from rlgen.tools.examples import Calculator, Grid, GuessNumber
+from rlgen.tools.arena import EnvPool
 from rlgen.types import Prompt, Sampling, ids_of, whole_conversation
 from rlgen.worker_pool.failures import Failed
 
+__all__ = ["worlds"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 CODE = """
 import asyncio, os, time
@@ -102,37 +100,21 @@ class Nothing:
 
 
 @pytest.fixture
-def arenas(tmp_path: Path) -> Iterator[Callable[..., EnvPool]]:
-    """Opens environments of CODE, in one process each."""
-    file, opened = tmp_path / "world.py", []
-    file.write_text(textwrap.dedent(CODE))
-
-    def make(name: str = "Echo", timeout: float = HANGS, **settings: Any) -> EnvPool:
-        use = name if name.islower() else f"{file}:{name}"
-        recipe = EnvironmentRecipe(use=use, timeout=timeout, **settings)
-        opened.append(open_arena(recipe, ScoringRecipe(workers=settings.pop("workers", 1))))
-        return opened[-1]
-
-    yield make
-    for arena in opened:
-        arena.close()
+def arenas(worlds: Callable[..., EnvPool], tmp_path: Path) -> Callable[..., EnvPool]:
+    """Opens environments of CODE."""
+    file = tmp_path / "world.py"
+    file.write_text(CODE)
+    return lambda name="Echo", **settings: worlds(f"{file}:{name}", **settings)
 
 
 def begin(arena: EnvPool, message: str, **columns: Any) -> "tuple[int, Future[Any]]":
     """Begins a conversation: its number, and what the answer will be."""
-    talk, came = arena.number(), Future[Any]()
-    arena.begin(talk, {"prompt": "p", "seed": 1, **columns}, None, message, came.set_result)
-    return talk, came
+    talk = arena.number()
+    return talk, asked(arena.begin, talk, {"prompt": "p", "seed": 1, **columns}, None, message)
 
 
-def begun(arena: EnvPool, message: str, **columns: Any) -> Any:
-    return begin(arena, message, **columns)[1].result(HANGS)
-
-
-def step(arena: EnvPool, talk: int, message: str) -> Any:
-    came = Future[Any]()
-    arena.step(talk, message, came.set_result)
-    return came.result(HANGS)
+def begun(arena: EnvPool, message: str) -> Any:
+    return begin(arena, message)[1].result(HANGS)
 
 
 def answer(text: str, reward: float, done: bool = False) -> dict[str, Any]:
@@ -144,10 +126,10 @@ def test_each_conversation_has_a_state_of_its_own(arenas: Callable[..., EnvPool]
     arena = arenas(name, args={"gives": 0.5})
     (one, first), (other, second) = begin(arena, "a", begin="#"), begin(arena, "b")
     assert first.result(HANGS) == answer("#1:a", 0.5) and second.result(HANGS) == answer("?1:b", 0.5)
-    assert step(arena, one, "c") == answer("#2:c", 0.5)
-    assert step(arena, one, "end") == answer("#3:end", 0.5, done=True)
-    assert "held the state of this conversation" in step(arena, one, "d").message, "it is over"
-    assert step(arena, other, "e") == answer("?2:e", 0.5)
+    assert answered(arena.step, one, "c") == answer("#2:c", 0.5)
+    assert answered(arena.step, one, "end") == answer("#3:end", 0.5, done=True)
+    assert "held the state of this conversation" in answered(arena.step, one, "d").message, "it is over"
+    assert answered(arena.step, other, "e") == answer("?2:e", 0.5)
 
 
 def test_a_slow_one_holds_up_only_its_own_conversation(arenas: Callable[..., EnvPool]) -> None:
@@ -167,7 +149,7 @@ def test_one_that_hangs_ends_its_conversation_and_no_other(arenas: Callable[...,
     assert came.result(HANGS) == answer("?1:a", 0.25)
     failed = begun(arena, how)
     assert isinstance(failed, Failed) and failed.cause == "timeout"
-    assert step(arena, other, "b") == answer("?2:b", 0.25)
+    assert answered(arena.step, other, "b") == answer("?2:b", 0.25)
     # Once no conversation is left, the process in which it still hangs makes room for another one.
     (pool,) = arena.calls.pools
     arena.end(other)
@@ -184,7 +166,7 @@ def test_what_fails_says_why(arenas: Callable[..., EnvPool]) -> None:
     assert failed.cause == "error" and failed.message.startswith("ValueError: no (") and "world.py:15" in failed.message
     assert "step returned the reward nan; a reward is a finite number" in begun(arena, "odd").message
     assert begun(arena, "die").cause == "died"
-    assert "the process that held the state of this conversation has ended" in step(arena, other, "b").message
+    assert "the process that held the state of this conversation has ended" in answered(arena.step, other, "b").message
 
 
 @pytest.mark.parametrize(
@@ -217,61 +199,15 @@ def test_the_first_observation_stands_in_the_prompt(arenas: Callable[..., EnvPoo
 
 
 def test_what_begins_otherwise_each_time_is_refused(arenas: Callable[..., EnvPool]) -> None:
-    came = Future[Any]()
-    arenas("Changing").begin(0, {"prompt": "p", "seed": 1}, "1", "hello", came.set_result)
-    said = "completions of one prompt must begin alike; derive all randomness from `seed`"
-    assert said in came.result(HANGS).message
-
-
-def test_guess_number() -> None:
-    one = GuessNumber(highest=9, guesses=3)
-    one.reset(prompt="", seed=5)
-    number = one.number
-    assert one.step("hm") == ("say a whole number", 0.0, False)
-    low, high = number - 1, number + 1
-    assert one.step(f"is it {low}?") == ("higher", 0.0, False)
-    assert one.step(f"then {high}") == ("lower", 0.0, True)
-    again = GuessNumber(highest=9)
-    again.reset(prompt="", seed=5)
-    assert again.step(f"{high} or {number}") == ("right", 1.0, True)
-
-
-def test_grid() -> None:
-    one = Grid(size=3, steps=20)
-    first = one.reset(prompt="Go.", seed=1)
-    (x, y), (to_x, to_y) = one.at, one.goal
-    assert first == f"Go.\nYou are at {x},{y}. The goal is at {to_x},{to_y}."
-    assert one.step("hm") == ("say up, down, left or right", 0.0, False)
-    moves = ["right" if to_x > x else "left"] * abs(to_x - x) + ["up" if to_y > y else "down"] * abs(to_y - y)
-    said = [one.step(f"I go {move.upper()}.") for move in moves]
-    assert said[-1] == ("there", 1.0, True) and all(reward == 0.0 and not done for _, reward, done in said[:-1])
-    edge = Grid(size=2, steps=1)
-    edge.reset(prompt="", seed=1)
-    edge.at, edge.goal = (0, 0), (1, 1)
-    assert edge.step("left") == ("You are at 0,0.", 0.0, True)
-
-
-def test_calculator() -> None:
-    one = Calculator(uses=3)
-    one.reset(prompt="37*52=", answer=1924)
-    assert one.demonstrate() == "37*52?"
-    assert one.step("37*52?") == ("1924", 0.0, False)
-    assert one.step("(1+2)/4 = ?") == ("3/4", 0.0, False)
-    assert one.step(" 1924 ") == ("", 1.0, True) and one.step("192") == ("", 0.0, True)
-    assert one.step("9**9**9?") == ("error", 0.0, True)
-
-
-def turns_of(arena: EnvPool, **settings: Any) -> tuple[EnvironmentTurns, Any]:
-    tokenizer = tokenizer_of(FAMILIES["qwen2.5"])
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    suffixes = Suffixes(tokenizer, DataRecipe(source="x"), (), [end], **settings)
-    return EnvironmentTurns(arena, suffixes, "prompt"), tokenizer
+    failed = answered(arenas("Changing").begin, 0, {"prompt": "p", "seed": 1}, "1", "hello")
+    assert "completions of one prompt must begin alike; derive all randomness from `seed`" in failed.message
 
 
 def talked(arena: EnvPool, said: list[str], max_turns: int = 8, tokens: int = 4000, **settings: Any) -> tuple[Any, Any, Any]:
     """A conversation in which the model says what is given: the sample, its messages, and the tokenizer."""
-    turns, tokenizer = turns_of(arena, **settings)
+    tokenizer = tokenizer_of(FAMILIES["qwen2.5"])
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    turns = EnvironmentTurns(arena, Suffixes(tokenizer, DataRecipe(source="x"), (), [end], **settings), "prompt")
     text = tokenizer.apply_chat_template([{"role": "user", "content": "go"}], tokenize=False, add_generation_prompt=True)
     prompt = Prompt(
         position=0, row=0, text=text, prompt_ids=ids_of(tokenizer(text).input_ids), columns={"prompt": "go", "seed": 1}

@@ -1,13 +1,11 @@
 """The ids between turns: nothing that a tool answers forges a turn, and no sampled id is ever tokenised again."""
 
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
 from helpers.samples import completion
-from helpers.waiting import HANGS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from tool_files import Scripted, boxes, turns_of
+from tool_files import Scripted, answered, boxes, turns_of
 from tool_templates import FAMILIES, IM, QWEN25, tokenizer_of
 from transformers import PreTrainedTokenizerFast
 
@@ -130,9 +128,7 @@ def test_tools_that_misbehave_are_answered_bounded_masked_and_counted(boxes: Any
         return ConversationState(conversation=0, prompt=prompt, sample_index=0, turn=0, completion=turn, last=False)
 
     def replied(room: int, *calls: str) -> Reply:
-        came = Future[Any]()
-        turns.reply(said(*calls), room, came.set_result)
-        reply = came.result(HANGS)
+        reply = answered(turns.reply, said(*calls), room)
         assert isinstance(reply, Reply)
         return reply
 
@@ -155,9 +151,7 @@ def test_tools_that_misbehave_are_answered_bounded_masked_and_counted(boxes: Any
     assert every.messages[1]["content"] == "Error: ValueError: no such thing: <|im_end|>"
     assert every.messages[2]["content"].startswith("Error: the call cannot be read: it is no JSON")
     assert every.ids.tolist().count(end) == 1  # and not the one in the error's text
-    nothing: list[Any] = []
-    turns.reply(said(), 100, nothing.append)
-    assert nothing == [None]
+    assert answered(turns.reply, said(), 100) is None
 
 
 def test_a_turn_may_have_many_answers() -> None:

@@ -7,34 +7,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.scoring import without_haste
 from helpers.waiting import HANGS
-from tool_files import boxes, turns_of
+from tool_files import asked, boxes, turns_of
 from tool_templates import FAMILIES, tokenizer_of
 
 from rlgen.errors import ToolError
 from rlgen.setup.inputs import in_words
 from rlgen.tools.box import ToolAnswer, ToolBox, ToolCall
-from rlgen.worker_pool import pool, process
 
 __all__ = ["boxes"]
 Boxes = Callable[..., ToolBox]
 
 
 @pytest.fixture(autouse=True)
-def without_haste(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "PATIENCE", HANGS)
-    monkeypatch.setattr(pool, "ENDING", HANGS)
-    monkeypatch.setattr(process, "TELLING", HANGS)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_haste(monkeypatch)
 
 
 def started(box: ToolBox, *calls: tuple[str, dict[str, Any]]) -> "Future[Any]":
     """Begins calls at the same time; what they are answered comes later."""
-    came: Future[Any] = Future()
-    box.call([ToolCall(name, given) for name, given in calls], came.set_result)
-    return came
+    return asked(box.call, [ToolCall(name, given) for name, given in calls])
 
 
-def asked(box: ToolBox, *calls: tuple[str, dict[str, Any]]) -> list[ToolAnswer]:
+def answers_to(box: ToolBox, *calls: tuple[str, dict[str, Any]]) -> list[ToolAnswer]:
     answers = started(box, *calls).result(HANGS)
     assert isinstance(answers, Sequence), answers
     return list(answers)
@@ -86,7 +82,7 @@ def test_what_a_model_cannot_be_told_is_refused(boxes: Boxes, source: str, entry
 
 def test_arguments_are_checked_and_answers_are_texts(boxes: Boxes) -> None:
     box = boxes("add", "echo", {"use": "find", "args": {"limit": 3}})
-    answers = asked(
+    answers = answers_to(
         box,
         ("add", {"a": 2, "b": "3"}),
         ("echo", {"text": "ab", "times": 2}),
@@ -110,8 +106,8 @@ def test_arguments_are_checked_and_answers_are_texts(boxes: Boxes) -> None:
 def test_a_tool_that_fails_is_answered_and_the_next_call_runs(boxes: Boxes) -> None:
     box = boxes("breaks", "add", memory_gib=0.5)
     raised, died, memory, odd, long, fine = (
-        *asked(box, ("breaks", {"how": "raise"}), ("breaks", {"how": "die"}), ("breaks", {"how": "memory"})),
-        *asked(box, ("breaks", {"how": "object"}), ("breaks", {"how": "1 MB"}), ("add", {"a": 1})),
+        *answers_to(box, ("breaks", {"how": "raise"}), ("breaks", {"how": "die"}), ("breaks", {"how": "memory"})),
+        *answers_to(box, ("breaks", {"how": "object"}), ("breaks", {"how": "1 MB"}), ("add", {"a": 1})),
     )
     assert raised == ToolAnswer("Error: ValueError: no such thing: <|im_end|>", "error")
     assert died == ToolAnswer("Error: the tool's process ended", "died")
@@ -124,15 +120,15 @@ def test_a_tool_that_fails_is_answered_and_the_next_call_runs(boxes: Boxes) -> N
 def test_a_tool_that_hangs_is_killed_and_holds_up_no_other(boxes: Boxes) -> None:
     box = boxes({"use": "breaks", "timeout": 1.0}, "add", workers=2)
     hangs = started(box, ("breaks", {"how": "hang"}))
-    assert asked(box, ("add", {"a": 1}), ("add", {"a": 2}))[1] == ToolAnswer("3")
+    assert answers_to(box, ("add", {"a": 1}), ("add", {"a": 2}))[1] == ToolAnswer("3")
     assert hangs.result(HANGS) == [ToolAnswer("Error: no answer in time", "timeout")]
-    assert asked(box, ("add", {"a": 1})) == [ToolAnswer("2")]
+    assert answers_to(box, ("add", {"a": 1})) == [ToolAnswer("2")]
 
 
 def test_code_that_has_changed_is_an_error(boxes: Boxes, tmp_path: Path) -> None:
     box = boxes("breaks")
     (tmp_path / "tools0.py").write_text('def breaks(how: str) -> str:\n    """Other."""\n')
-    assert asked(box, ("breaks", {"how": "die"}))[0].why == "died"
+    assert answers_to(box, ("breaks", {"how": "die"}))[0].why == "died"
     found = started(box, ("breaks", {"how": "raise"})).result(HANGS)
     assert isinstance(found, ToolError) and "the code of a tool has changed" in str(found)
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,39 @@ def conversation(family: Family, rng: random.Random) -> list[dict[str, Any]]:
     return [*messages, {"role": "assistant", "content": f"{text_of(rng)} #end", **thought}]
 
 
+def written(
+    family: Family, tokenizer: Any, schemas: Sequence[Any], every: list[list[dict[str, Any]]]
+) -> tuple[list[Prompt], dict[int, list[int]], list[list[int]]]:
+    """The prompts of conversations, the ids that the model says by the seed of a turn, and the ids of each whole conversation."""
+
+    def render(messages: list[dict[str, Any]], ongoing: bool) -> str:
+        taken = [as_template_takes(family, message) for message in messages]
+        return tokenizer.apply_chat_template(taken, tools=list(schemas), tokenize=False, add_generation_prompt=ongoing)
+
+    def said_in(user: dict[str, Any], turn: dict[str, Any]) -> list[int]:
+        """The ids of a turn, with the stop token that ends it."""
+        before, whole = render([user], True), render([user, turn], False)
+        assert whole.startswith(before)
+        stop = family.ends[0]
+        if family.format == "glm":
+            stop = "<|observation|>" if "tool_calls" in turn else "<|user|>"
+        if family.format == "gemma":
+            stop = "<start_function_response>" if "tool_calls" in turn else "<end_of_turn>"
+        text = whole[len(before) :]
+        ids = tokenizer(text[: text.rindex(stop)] if stop in text else text, add_special_tokens=False).input_ids
+        return [*ids, tokenizer.convert_tokens_to_ids(stop)]
+
+    prompts, script, wholes = [], {}, []
+    for place, messages in enumerate(every):
+        text = render(messages[:1], True)
+        ids = ids_of(tokenizer(text, add_special_tokens=False).input_ids)
+        prompts.append(Prompt(position=place, row=place, text=text, prompt_ids=ids, columns={}))
+        spoken = [said_in(messages[0], message) for message in messages if message["role"] == "assistant"]
+        script |= {turn_seed(sample_seed(7, place, 0), number): said for number, said in enumerate(spoken)}
+        wholes.append(tokenizer(render(messages, False), add_special_tokens=False).input_ids)
+    return prompts, script, wholes
+
+
 @pytest.mark.parametrize("conversations", [6, pytest.param(90, marks=pytest.mark.slow)])  # of twelve templates: 1,080
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_the_engine_saw_is_what_is_trained_on(
@@ -76,37 +110,10 @@ def test_what_the_engine_saw_is_what_is_trained_on(
     box = boxes("add", "echo")
     turns = turns_of(box, tokenizer, family.ends, family.said)
     assert turns.format == family.format
-    ends = {end: tokenizer.convert_tokens_to_ids(end) for end in family.ends}
-
-    def render(messages: list[dict[str, Any]], ongoing: bool) -> str:
-        taken = [as_template_takes(family, message) for message in messages]
-        return tokenizer.apply_chat_template(taken, tools=list(box.schemas), tokenize=False, add_generation_prompt=ongoing)
-
-    def said_in(user: dict[str, Any], turn: dict[str, Any]) -> list[int]:
-        """The ids of a turn, with the stop token that ends it."""
-        before, whole = render([user], True), render([user, turn], False)
-        assert whole.startswith(before)
-        last = "tool_calls" not in turn
-        end = {
-            "glm": "<|user|>" if last else "<|observation|>",
-            "gemma": "<end_of_turn>" if last else "<start_function_response>",
-        }
-        stop = end.get(name, family.ends[0])
-        text = whole[len(before) :]
-        return [*tokenizer(text[: text.rindex(stop)] if stop in text else text, add_special_tokens=False).input_ids, ends[stop]]
-
     every = [conversation(family, rng) for _ in range(conversations)]
-    prompts, script, texts = [], {}, []
-    for place, messages in enumerate(every):
-        text = render(messages[:1], True)
-        ids = ids_of(tokenizer(text, add_special_tokens=False).input_ids)
-        prompts.append(Prompt(position=place, row=place, text=text, prompt_ids=ids, columns={}))
-        spoken = [said_in(messages[0], message) for message in messages if message["role"] == "assistant"]
-        for number, ids_ in enumerate(spoken):
-            script[turn_seed(sample_seed(7, place, 0), number)] = ids_
-        texts.append(tokenizer(render(messages, False), add_special_tokens=False).input_ids)
-
-    engine, sampling = Scripted(script), Sampling(max_tokens=4000, temperature=1.0, stop_ids=tuple(ends.values()))
+    prompts, script, wholes = written(family, tokenizer, box.schemas, every)
+    stops = tuple(map(tokenizer.convert_tokens_to_ids, family.ends))
+    engine, sampling = Scripted(script), Sampling(max_tokens=4000, temperature=1.0, stop_ids=stops)
     encoded: list[str] = []
     monkeypatch.setattr(Suffixes, "encode", counted(Suffixes.encode, encoded))
     monkeypatch.setattr(Suffixes, "as_plain", counted(Suffixes.as_plain, encoded))
@@ -116,15 +123,13 @@ def test_what_the_engine_saw_is_what_is_trained_on(
     groups = rollout(engine, prompts, sampling, 1, 7, 0, tokenizer, dialogue)
     monkeypatch.undo()
 
-    spoken_words = 0
-    for messages, group, whole in zip(every, groups, texts, strict=True):
+    for messages, group, whole in zip(every, groups, wholes, strict=True):
         (sample,) = group.samples
         row = np.concatenate([sample.prompt_ids, sample.completion_ids])
-        # As the template writes the whole conversation, up to what stands behind the stop token of the last turn.
-        if name in ("glm", "gemma"):  # the stop token of a last turn may begin what follows
-            assert row[:-1].tolist() == whole[: len(row) - 1]
-        else:
-            assert row.tolist() == whole[: len(row)]
+        # As the template writes the whole conversation, up to what stands behind the stop token of the last turn. In glm and
+        # gemma that token may begin what follows.
+        same = len(row) - (name in ("glm", "gemma"))
+        assert row[:same].tolist() == whole[:same]
         requests = [request for request in engine.asked if request.seed in {turn_seed(sample.seed, turn) for turn in range(9)}]
         assert len(requests) == len(sample.spans) == sum(message["role"] == "assistant" for message in messages)
         mask = np.zeros(len(sample.completion_ids), dtype=bool)
@@ -136,10 +141,9 @@ def test_what_the_engine_saw_is_what_is_trained_on(
         assert sample.loss_mask.tolist() == mask.tolist() == (~np.isnan(sample.sampler_logp)).tolist()
         assert sample.finish_reason == "stop"
         assert whole_conversation(sample.messages, sample.completion)[:-1] == messages[1:-1]
-        calls = sum(len(message.get("tool_calls", ())) for message in messages)
-        assert sample.counts == ({"calls": calls} if calls else {})
-        spoken_words += calls
-    assert spoken_words > conversations / 2
+        assert sum(sample.counts.values()) == sum(len(message.get("tool_calls", ())) for message in messages)
+        assert sample.counts.keys() <= {"calls"}
+    assert sum(sum(sample.counts.values()) for group in groups for sample in group.samples) > conversations / 2
     assert len({request.seed for request in engine.asked}) == len(engine.asked) == len(script)
     # What was encoded are suffixes: once each, and once with a word in place of each answer.
     replies = len(script) - conversations

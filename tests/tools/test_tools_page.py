@@ -3,15 +3,14 @@
 import inspect
 import json
 import re
-from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
 import yaml
 from conftest import RECIPE, ROOT
-from helpers.waiting import HANGS
+from tool_files import answered
 
 from rlgen.data.source import load_rows
 from rlgen.recipe import Recipe, load_recipe
@@ -42,13 +41,9 @@ def test_the_tool_of_the_page_is_called_as_its_recipe_says() -> None:
     Path("tools.py").write_text(blocks(TOOLS, "python")[0])
     Path("questions.jsonl").write_text('{"question": "5 km in miles?", "answer": 3.11}\n')
     box = open_tools(recipe_of(yaml.safe_load(*blocks(TOOLS, "yaml"))).tools, ScoringRecipe())
-    came: Future[Any] = Future()
-    try:
-        given = [{"amount": 5, "unit": "km"}, {"amount": 5, "unit": "yards"}]
-        box.call([ToolCall("convert", one) for one in given] + [ToolCall("convrt", {})], came.set_result)
-        found = came.result(HANGS)
-    finally:
-        box.close()
+    given = [{"amount": 5, "unit": "km"}, {"amount": 5, "unit": "yards"}]
+    with closing(box):
+        found = answered(box.call, [ToolCall("convert", one) for one in given] + [ToolCall("convrt", {})])
     assert box.schemas[0]["function"]["parameters"]["properties"]["unit"] == {
         "type": "string",
         "enum": ["km", "miles"],
@@ -73,21 +68,14 @@ def test_the_environment_of_the_page_is_led_as_its_recipe_says() -> None:
     recipe = recipe_of(part)
     assert recipe.environment is not None
     arena = open_arena(recipe.environment, recipe.scoring)
-    came: SimpleQueue[Any] = SimpleQueue()
-    try:
+    with closing(arena):
         rows = observed(load_rows(recipe.data, 0), "prompt", arena).rows
         assert [row["prompt"] for row in rows] == 2 * ["Find the number. It is between 1 and 50."]
         begin = {"prompt": "Find the number.", "seed": rows[0]["seed"]}
         talk = arena.number()
-        arena.begin(talk, begin, rows[0]["prompt"], "hm", came.put)
-        assert came.get(timeout=HANGS) == {"text": "cold", "characters": 4, "reward": 0.0, "done": False}
-        for guess in range(1, 4):
-            arena.step(talk, str(guess), came.put)
-            came.get(timeout=HANGS)
-        arena.step(talk, "4", came.put)
-        assert came.get(timeout=HANGS)["done"], "after the fifth guess"
-    finally:
-        arena.close()
+        cold = answered(arena.begin, talk, begin, rows[0]["prompt"], "hm")
+        assert cold == {"text": "cold", "characters": 4, "reward": 0.0, "done": False}
+        assert [answered(arena.step, talk, str(guess))["done"] for guess in range(1, 5)] == [False, False, False, True]
 
 
 def test_the_built_in_ones_are_in_the_table() -> None:

@@ -2,18 +2,23 @@
 
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers.samples import completion
+from helpers.waiting import HANGS
 
 from rlgen.data.suffix import Suffixes
 from rlgen.engines.further import FollowUpQueue
 from rlgen.recipe.data import DataRecipe
-from rlgen.recipe.models import ScoringRecipe, ToolRecipe
+from rlgen.recipe.models import EnvironmentRecipe, ScoringRecipe, ToolRecipe
 from rlgen.rollout.tools import ToolTurns
+from rlgen.tools.arena import EnvPool, open_arena
 from rlgen.tools.box import ToolBox, open_tools
 from rlgen.tools.formats import format_of
 from rlgen.types import Completion, Request, Sampling
@@ -60,22 +65,46 @@ def breaks(how: str) -> object:
 '''
 
 
+def asked(ask: Callable[..., None], *given: Any) -> "Future[Any]":
+    """Asks tools or an environment: what they answer comes later."""
+    came: Future[Any] = Future()
+    ask(*given, came.set_result)
+    return came
+
+
+def answered(ask: Callable[..., None], *given: Any) -> Any:
+    return asked(ask, *given).result(HANGS)
+
+
 @pytest.fixture
 def boxes(tmp_path: Path) -> Iterator[Callable[..., ToolBox]]:
     """Opens tools of a file, which are closed when the test ends."""
-    opened: list[ToolBox] = []
+    numbers = count()
+    with ExitStack() as undo:
 
-    def build(*entries: dict[str, Any] | str, source: str = TOOLS, **scoring: Any) -> ToolBox:
-        path = tmp_path / f"tools{len(opened)}.py"
-        path.write_text(textwrap.dedent(source))
-        named = [{"use": entry} if isinstance(entry, str) else entry for entry in entries]
-        recipes = [ToolRecipe(**{**entry, "use": f"{path}:{entry['use']}"}) for entry in named]
-        opened.append(open_tools(recipes, ScoringRecipe(**scoring)))
-        return opened[-1]
+        def build(*entries: dict[str, Any] | str, source: str = TOOLS, **scoring: Any) -> ToolBox:
+            path = tmp_path / f"tools{next(numbers)}.py"
+            path.write_text(textwrap.dedent(source))
+            named = [{"use": entry} if isinstance(entry, str) else entry for entry in entries]
+            recipes = [ToolRecipe(**{**entry, "use": f"{path}:{entry['use']}"}) for entry in named]
+            box = open_tools(recipes, ScoringRecipe(**scoring))
+            undo.callback(box.close)
+            return box
 
-    yield build
-    for box in opened:
-        box.close()
+        yield build
+
+
+@pytest.fixture
+def worlds() -> Iterator[Callable[..., EnvPool]]:
+    """Opens environments, in one process each, which are closed when the test ends."""
+    with ExitStack() as undo:
+
+        def build(use: str, timeout: float = HANGS, **settings: Any) -> EnvPool:
+            arena = open_arena(EnvironmentRecipe(use=use, timeout=timeout, **settings), ScoringRecipe(workers=1))
+            undo.callback(arena.close)
+            return arena
+
+        yield build
 
 
 def turns_of(box: ToolBox, tokenizer: Any, ends: Sequence[str], said: Any = None, **data: Any) -> ToolTurns:

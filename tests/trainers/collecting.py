@@ -8,8 +8,7 @@ from rlgen.engines.base import EngineInfo, Settings
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.processes import EngineShare, Processes
 from rlgen.recipe.models import RolloutRecipe
-from rlgen.rewards.early import EarlyScoring
-from rlgen.rewards.score import Scorer
+from rlgen.rewards.score import EarlyScoring, Scorer
 from rlgen.rollout.journal import Journal
 from rlgen.rollout.sampler import Sampler
 from rlgen.trainers.collect import Collector

@@ -111,6 +111,6 @@ def test_a_step_that_is_given_up_ends_the_calls_of_its_rewards(scorer: Scorer, t
     collect.sampler.journal.starts_from(1, "w1")
     # A thread that has not heard of it hands these over, too.
     later, _ = collect.sampler.groups(2, collect.prompts.take(PROMPTS, PROMPTS))
-    assert not scorer.pool._busy
+    assert not scorer.pools[0]._busy
     (tmp_path / "hang").unlink()
     assert [sample.reward for group in scorer.score(later, 2) for sample in group.samples] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]

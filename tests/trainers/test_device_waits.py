@@ -74,10 +74,10 @@ def waits(algorithm: Algorithm, budget: int, monkeypatch: pytest.MonkeyPatch) ->
 
         with monkeypatch.context() as patch:
             patch.setattr(Tensor, "cpu", counting)
-            window, _, _ = learn.windows.build(table, held, 0.0)
-            metrics, skipped = learn.update(window, step=1)
+            train_batch, _, _ = learn.builder.build(table, held, 0.0)
+            metrics, skipped = learn.update(train_batch, step=1)
     assert skipped is None and metrics["updates/done"] == UPDATES
-    return counted.found, len(window.micro_batches)
+    return counted.found, len(train_batch.micro_batches)
 
 
 ALGORITHMS = {

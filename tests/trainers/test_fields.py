@@ -164,8 +164,8 @@ def learn(trainer: Any) -> list[Tensor]:
         truncated=TRUNCATED,
         kl=reward_kl(sampler, ref, MASK) if algorithm.reference == "reward" else None,
     )
-    signal = algorithm.advantages(scores)
-    mask = MASK & signal.trained[:, None]
+    advantages = algorithm.advantages(scores)
+    mask = MASK & advantages.trained[:, None]
     of_group = torch.stack([mask[group == GROUPS].sum() for group in range(ROWS // 4)])
     outcome: list[Tensor] = []
     for update in range(trainer.updates_per_rollout):
@@ -182,16 +182,16 @@ def learn(trainer: Any) -> list[Tensor]:
             entropy=entropy,
             mask=mask,
             kept=kept,
-            advantages=signal.advantages,
+            advantages=advantages.advantages,
             weight=importance_weight(old, sampler, mask, algorithm.correction),
             group_tokens=of_group[GROUPS],
-            pair_id=signal.pair_id,
+            pair_id=advantages.pair_id,
             totals=Totals(
-                sequences=int(signal.counted.sum()),
+                sequences=int(advantages.counted.sum()),
                 tokens=int(mask.sum()),
                 kept=int(kept.sum()),
-                prompts=len(GROUPS[signal.counted].unique()),
-                pairs=len(signal.pair_id.unique()) - 1,
+                prompts=len(GROUPS[advantages.counted].unique()),
+                pairs=len(advantages.pair_id.unique()) - 1,
             ),
             max_tokens=8,
             epoch=0.0,
@@ -258,6 +258,6 @@ def test_a_reward_that_is_only_watched_gives_a_group_no_signal() -> None:
         for index, right in enumerate(rewards)
     ]
     table = RowTable.gather(Samples.of(samples), Processes.alone())
-    signal = build_algorithm(recipe).advantages(table.scores({"right": 1.0, "watched": 0.0}))
-    assert signal.counted.tolist() == signal.trained.tolist() == [False, False, True, True]
-    assert signal.advantages.sign().tolist() == [0.0, 0.0, -1.0, 1.0]
+    advantages = build_algorithm(recipe).advantages(table.scores({"right": 1.0, "watched": 0.0}))
+    assert advantages.counted.tolist() == advantages.trained.tolist() == [False, False, True, True]
+    assert advantages.advantages.sign().tolist() == [0.0, 0.0, -1.0, 1.0]

@@ -90,20 +90,20 @@ class Kept(torch.optim.SGD):
 
 
 def trained(algorithm: Algorithm, order: Sequence[int] | None) -> tuple[dict[str, Any], Tensor, Any, Any]:
-    """Metrics, gradient, window and signal of a step: as a whole, or (`order`) with some groups before the others."""
+    """Metrics, gradient, train batch and advantages of a step: as a whole, or (`order`) with some groups before the others."""
     model, near = (deepcopy(one) for one in models())
     policy, reference = (Policy(one, torch.float32, fp32_head=True) for one in (model, near))  # type: ignore[arg-type]
     optimizer = Kept(policy.parameters(), lr=0.0)
     learn = learning(algorithm, policy, reference, optimizer, BUDGET, updates=1, max_grad_norm=math.inf)
-    windows, update = learn.windows, learn.update
+    builder, update = learn.builder, learn.update
     held = Samples.of(samples(), ["reward"])
     table = RowTable.gather(held, ONE)
     if order is None:
-        window, signal, measured = windows.build(table, held, 0.25)
-        learned, skipped = update(window, 1)
+        train_batch, advantages, measured = builder.build(table, held, 0.25)
+        learned, skipped = update(train_batch, 1)
     else:
         groups = Groups(
-            windows=windows,
+            builder=builder,
             update=update,
             sums=ExactSum(list(policy.parameters())),
             provisional=provisional_totals(GROUPS, SIZE, LONGEST),
@@ -113,18 +113,18 @@ def trained(algorithm: Algorithm, order: Sequence[int] | None) -> tuple[dict[str
         for group in order:
             own = Samples.of(samples()[group * SIZE : (group + 1) * SIZE], ["reward"])
             groups.learn(RowTable.gather(own, ONE), own, 0.25)
-        window, signal, measured, first = groups.finish(table, held, 0.25)
-        learned, skipped = update(window, 1, first)
+        train_batch, advantages, measured, first = groups.finish(table, held, 0.25)
+        learned, skipped = update(train_batch, 1, first)
         assert not groups.learned and not any(total.any() for total in groups.sums._sums)
     assert skipped is None and learned["updates/done"] == 1
     assert all(parameter.grad is None for parameter in policy.parameters())
-    return {**measured, **learned}, optimizer.gradient, window, signal
+    return {**measured, **learned}, optimizer.gradient, train_batch, advantages
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_gradient_is_that_of_the_whole_step_and_its_bits_are_those_of_any_order(name: str, one_thread: None) -> None:
     algorithm = build_algorithm(ALGORITHMS[name])
-    metrics, gradient, window, signal = trained(algorithm, None)
+    metrics, gradient, train_batch, advantages = trained(algorithm, None)
     ours, grouped, of_groups, of_all = trained(algorithm, ())
     assert metrics.keys() == ours.keys() and len(metrics) > 25
     assert (grouped - gradient).norm() <= 1e-6 * gradient.norm() and gradient.norm() > 1e-3
@@ -134,13 +134,13 @@ def test_the_gradient_is_that_of_the_whole_step_and_its_bits_are_those_of_any_or
             assert ours[key] == pytest.approx(value, rel=2e-6, abs=2e-6 * max(size, 0.1)), key
     assert ours["tokens/padding"] >= 0
     close = 1e-5 if algorithm.reference == "reward" else 0.0  # log-probs of the reference, in other micro-batches
-    assert torch.allclose(of_all.advantages, signal.advantages, rtol=0, atol=close)
-    assert torch.allclose(of_groups.advantages, window.advantages, rtol=0, atol=close)
-    assert torch.equal(of_all.counted, signal.counted) and torch.equal(of_all.trained, signal.trained)
-    assert of_groups.totals == window.totals and (of_groups.rows == window.rows).all()
-    assert of_groups.samples == window.samples
-    assert torch.allclose(of_groups.flat("old_at_sampling"), window.flat("old_at_sampling"), atol=2e-5)
-    pairs = [{tuple(sorted(rows)) for rows in rows_of(one.pair_id)} for one in (of_all, signal)]
+    assert torch.allclose(of_all.advantages, advantages.advantages, rtol=0, atol=close)
+    assert torch.allclose(of_groups.advantages, train_batch.advantages, rtol=0, atol=close)
+    assert torch.equal(of_all.counted, advantages.counted) and torch.equal(of_all.trained, advantages.trained)
+    assert of_groups.totals == train_batch.totals and (of_groups.rows == train_batch.rows).all()
+    assert of_groups.samples == train_batch.samples
+    assert torch.allclose(of_groups.flat("old_at_sampling"), train_batch.flat("old_at_sampling"), atol=2e-5)
+    pairs = [{tuple(sorted(rows)) for rows in rows_of(one.pair_id)} for one in (of_all, advantages)]
     assert pairs[0] == pairs[1] and bool(pairs[0]) == (name == "online_dpo")
     for order in ((4, 0, 2), (1, 3, 0, 2, 4), (2,)):
         again, other, *_ = trained(algorithm, order)
@@ -157,7 +157,7 @@ def test_the_longest_groups_wait_and_have_all_threads(monkeypatch: pytest.Monkey
         used.append(torch.get_num_threads())
         raise InterruptedError
 
-    parts = {"update": None, "sums": None, "provisional": None, "windows": SimpleNamespace(kl=note)}
+    parts = {"update": None, "sums": None, "provisional": None, "builder": SimpleNamespace(kl=note)}
     groups = Groups(**parts, threads=1, late_from=late_from)  # type: ignore[arg-type]
     try:
         torch.set_num_threads(3)

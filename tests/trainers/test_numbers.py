@@ -26,8 +26,8 @@ from rlgen.recipe.trainers import RLOORecipe
 from rlgen.rollout.read import rollout_steps
 from rlgen.run.directory import RunDirectory
 from rlgen.trainers.collect import Collector
+from rlgen.trainers.train_batch import TrainBatch
 from rlgen.trainers.update import Updater
-from rlgen.trainers.window import Window
 from rlgen.types import Group, Sample, Samples
 
 __all__ = ["recipe"]
@@ -72,8 +72,8 @@ class Planted:
                 return PolicyScores(wrong, scores.entropy, scores.sure)
             return scores
 
-        def wrong_part(updater: Updater, window: Window, update: int) -> Any:
-            part = run_all(updater, window, update)
+        def wrong_part(updater: Updater, train_batch: TrainBatch, update: int) -> Any:
+            part = run_all(updater, train_batch, update)
             if now() not in steps:
                 return part
             self.fired += 1

@@ -18,16 +18,16 @@ from rlgen.cli.train import train_command
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.files import read_json
 from rlgen.models.policy import Policy, PolicyScores
-from rlgen.rewards.early import EarlyScoring
+from rlgen.rewards.score import EarlyScoring
 from rlgen.rollout.sampler import Sampler
 from rlgen.run import clock
 from rlgen.run.rollouts import RolloutWriter
 from rlgen.run.state import Room
 from rlgen.setup import trainer
 from rlgen.trainers import loop, update
+from rlgen.trainers.train_batch import TrainBatch
 from rlgen.trainers.update import Updater
-from rlgen.trainers.window import Window
-from rlgen.types import Batch, Distribution
+from rlgen.types import Distribution, MicroBatch
 
 KINDS = ["grpo", "rloo", "online_dpo"]
 ENGINES = ["colocated", "transformers"]
@@ -48,7 +48,7 @@ class Forwards:
         self.started = False
         forward = Policy.forward
 
-        def counted(policy: Policy, batch: Batch, distributions: Sequence[Distribution], *entropy: Any) -> PolicyScores:
+        def counted(policy: Policy, batch: MicroBatch, distributions: Sequence[Distribution], *entropy: Any) -> PolicyScores:
             if self.started:
                 frozen = not any(p.requires_grad for p in policy.parameters())
                 self.tokens["reference" if frozen else "policy"] += int(batch.mask.sum())
@@ -163,7 +163,7 @@ def test_the_seconds_of_a_step_are_those_of_its_phases(recipe_file: Path, monkey
     monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now))
     takes(1.0, Sampler, "groups")
     takes(2.0, EarlyScoring, "result")
-    takes(4.0, Window, "of")
+    takes(4.0, TrainBatch, "of")
     takes(8.0, Updater, "_run")
     takes(16.0, RolloutWriter, "write")
     takes(32.0, Sampler, "before_sync")
@@ -198,15 +198,15 @@ def test_the_saved_model_opens_with_transformers_alone(recipe_file: Path) -> Non
 
 def test_old_logp_is_frozen_at_the_first_update(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[tuple[int, ...], torch.Tensor]] = []
-    get = update.Window.get
+    get = update.TrainBatch.get
 
-    def kept(window: update.Window, name: str, batch: Batch) -> torch.Tensor:
-        values = get(window, name, batch)
+    def kept(train_batch: update.TrainBatch, name: str, batch: MicroBatch) -> torch.Tensor:
+        values = get(train_batch, name, batch)
         if name in ("old_logp", "old_at_sampling"):
             seen.append((batch.rows, values))
         return values
 
-    monkeypatch.setattr(update.Window, "get", kept)
+    monkeypatch.setattr(update.TrainBatch, "get", kept)
     directory = run(recipe_file, "trainer={updates_per_rollout: 3}", "engine={kind: transformers}", "run.steps=1")
     by_rows: dict[tuple[int, ...], list[torch.Tensor]] = {}
     for rows, logp in seen:

@@ -208,9 +208,9 @@ def overlap(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     beside: list[bool] = []
     run_first = Updater.run_first
 
-    def running(update: Updater, window: Any) -> Any:
+    def running(update: Updater, train_batch: Any) -> Any:
         beside.append(sampling())
-        return run_first(update, window)
+        return run_first(update, train_batch)
 
     monkeypatch.setattr(Updater, "run_first", running)
     return beside
@@ -259,12 +259,12 @@ def test_a_stop_in_mid_stream_loses_nothing(recipe: Path, monkeypatch: pytest.Mo
     whole = run(recipe, "whole", *settings)
     real, calls = Updater.run_first, 0
 
-    def stopping(update: Updater, window: Any) -> Any:
+    def stopping(update: Updater, train_batch: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls > 12 and sampling():  # in the second step, or in the third where the machine was too busy to sample beside it
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(update, window)
+        return real(update, train_batch)
 
     with monkeypatch.context() as patch:
         patch.setattr(Updater, "run_first", stopping)
@@ -281,15 +281,15 @@ def test_a_stop_in_mid_stream_loses_nothing(recipe: Path, monkeypatch: pytest.Mo
 def test_what_is_wrong_in_mid_stream_moves_no_weight(recipe: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     real, calls = Updater.run_first, 0
 
-    def wrong(update: Updater, window: Any) -> Any:
+    def wrong(update: Updater, train_batch: Any) -> Any:
         nonlocal calls
         calls += 1
-        part = real(update, window)
+        part = real(update, train_batch)
         if calls != 13:  # the first group of the second step
             return part
         if what == "drift":
-            held = window.computed["old_at_sampling"]
-            window.computed["old_at_sampling"] = {rows: values + 0.5 for rows, values in held.items()}
+            held = train_batch.computed["old_at_sampling"]
+            train_batch.computed["old_at_sampling"] = {rows: values + 0.5 for rows, values in held.items()}
         elif what == "loss":
             return replace(part, loss=math.nan)
         else:
@@ -313,14 +313,14 @@ def test_what_is_wrong_in_mid_stream_moves_no_weight(recipe: Path, monkeypatch: 
 def test_it_is_refused_where_engine_and_trainer_share_a_gpu_or_several_processes_run() -> None:
     from rlgen.setup.trainer import build_stream
 
-    def pair(world: int, device: str, elsewhere: bool) -> Any:
+    def both(world: int, device: str, elsewhere: bool) -> Any:
         processes = SimpleNamespace(world=world, device=torch.device(device))
         return SimpleNamespace(processes=processes, engine=SimpleNamespace(abilities=SimpleNamespace(elsewhere=elsewhere)))
 
     parts: dict[str, Any] = {"sampler": None, "early": None, "weights": {"f": 1.0}}
     for given, words in (((2, "cpu", True), "several processes"), ((1, "cuda", False), "on one GPU")):
         with pytest.raises(RlgenError, match=words):
-            build_stream(pair(*given), **parts, groups=Groups([]))  # type: ignore[arg-type]
+            build_stream(both(*given), **parts, groups=Groups([]))  # type: ignore[arg-type]
     for given in ((1, "cpu", False), (1, "cuda", True)):
-        assert build_stream(pair(*given), **parts, groups=Groups([])) is not None  # type: ignore[arg-type]
-    assert build_stream(pair(2, "cuda", False), **parts, groups=None) is None
+        assert build_stream(both(*given), **parts, groups=Groups([])) is not None  # type: ignore[arg-type]
+    assert build_stream(both(2, "cuda", False), **parts, groups=None) is None

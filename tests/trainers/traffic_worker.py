@@ -7,23 +7,23 @@ from typing import Any
 
 from rlgen.cli.app import main
 from rlgen.trainers.report import Reporter
-from rlgen.trainers.window import Window, WindowBuilder
+from rlgen.trainers.train_batch import TrainBatch, TrainBatchBuilder
 
 SCREEN = os.dup(2)  # before a run sends what is printed to its log
 
 
-def bytes_of(window: Window) -> int:
+def bytes_of(train_batch: TrainBatch) -> int:
     """Bytes of the rows that this process trains."""
-    columns = (window.samples.prompt_ids, window.samples.completion_ids, window.samples.sampler_logp)
+    columns = (train_batch.samples.prompt_ids, train_batch.samples.completion_ids, train_batch.samples.sampler_logp)
     return sum(column.values.nbytes for column in columns)
 
 
 def count() -> None:
     """Prints a JSON object at the end of each step."""
-    build, metrics = WindowBuilder.build, Reporter.metrics
+    build, metrics = TrainBatchBuilder.build, Reporter.metrics
     trained, before = [0], [0]
 
-    def built(builder: WindowBuilder, *arguments: Any) -> Any:
+    def built(builder: TrainBatchBuilder, *arguments: Any) -> Any:
         found = build(builder, *arguments)
         trained[0] = bytes_of(found[0])
         return found
@@ -35,7 +35,7 @@ def count() -> None:
         before[0] = received
         return metrics(report, step, *arguments)
 
-    WindowBuilder.build, Reporter.metrics = built, ended  # type: ignore[method-assign]
+    TrainBatchBuilder.build, Reporter.metrics = built, ended  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

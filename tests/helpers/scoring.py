@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from helpers.samples import make_sample
 from helpers.waiting import HANGS
-
 from rlgen.recipe.models import RewardRecipe, ScoringRecipe
 from rlgen.rewards.load import RewardSource
 from rlgen.rewards.resolve import RewardFunction, resolve

@@ -23,8 +23,8 @@ from rlgen.sentinel.watch import Watch
 from rlgen.setup.policy import Policies, build_reference
 from rlgen.trainers.groups import ExactSum, Groups, provisional_totals
 from rlgen.trainers.loop import Learning
+from rlgen.trainers.train_batch import TrainBatchBuilder
 from rlgen.trainers.update import Updater
-from rlgen.trainers.window import WindowBuilder
 from rlgen.types import Position, Sampling
 
 # A group with a completion of more than this share of max_completion_tokens is trained on last (`rollout.stream`).
@@ -32,7 +32,7 @@ LATE = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Learner:
+class TrainState:
     """The trainer's side of a run: the models, and what updates them."""
 
     algorithm: Algorithm
@@ -46,11 +46,11 @@ class Learner:
         return self.models.policy
 
 
-def open_learner(recipe: Recipe, algorithm: Algorithm, models: Policies) -> Learner:
+def open_train_state(recipe: Recipe, algorithm: Algorithm, models: Policies) -> TrainState:
     policy, needed = models.policy, algorithm.reference != "none"
     reference = (models.reference or build_reference(recipe, policy)) if needed else None
     optimizer, schedule = open_optimizer(recipe, policy)
-    return Learner(algorithm=algorithm, models=models, reference=reference, optimizer=optimizer, schedule=schedule)
+    return TrainState(algorithm=algorithm, models=models, reference=reference, optimizer=optimizer, schedule=schedule)
 
 
 def open_optimizer(recipe: Recipe, policy: Policy) -> tuple[Optimizer, LRScheduler]:
@@ -82,7 +82,7 @@ def adamw_8bit(trained: Sequence[Parameter], learning_rate: float, weight_decay:
     return AdamW8bit(trained, lr=learning_rate, weight_decay=weight_decay)
 
 
-def restore(recipe: Recipe, learner: Learner, checkpoint: Path | None, processes: Processes) -> Position:
+def restore(recipe: Recipe, state: TrainState, checkpoint: Path | None, processes: Processes) -> Position:
     """Loads weights, optimizer, schedule and random states from `checkpoint`, and returns its position. None: returns the start.
 
     Raises CheckpointError if it is damaged, or of another model or version of rlgen.
@@ -90,38 +90,38 @@ def restore(recipe: Recipe, learner: Learner, checkpoint: Path | None, processes
     if checkpoint is None:
         return Position()
     with memory_for("the checkpoint's optimizer state", memory_advice(recipe, "optimizer"), SetupError):
-        policy, base = learner.policy, learner.models.base
-        parts = policy.model, learner.optimizer, learner.schedule
+        policy, base = state.policy, state.models.base
+        parts = policy.model, state.optimizer, state.schedule
         return processes.run_all(lambda: load_checkpoint(checkpoint, *parts, processes.rank, base))
 
 
 def build_learning(
-    recipe: Recipe, learner: Learner, sampling: Sampling, processes: Processes, weights: Mapping[str, float], watch: Watch | None
+    recipe: Recipe, state: TrainState, sampling: Sampling, processes: Processes, weights: Mapping[str, float], watch: Watch | None
 ) -> Learning:
     """Builds what learns from the samples of a step; `weights` are those of the rewards, by label."""
-    windows = WindowBuilder(
+    builder = TrainBatchBuilder(
         processes=processes,
-        algorithm=learner.algorithm,
+        algorithm=state.algorithm,
         weights=weights,
-        reference=learner.reference,
+        reference=state.reference,
         distribution=sampling.distribution,
         budget=recipe.optim.micro_batch_tokens,
-        packed=learner.policy.packed,
+        packed=state.policy.packed,
     )
-    update = build_updater(recipe, learner, sampling, processes, watch)
-    groups = build_groups(recipe, windows, update) if recipe.rollout.stream else None
-    return Learning(windows=windows, update=update, groups=groups)
+    update = build_updater(recipe, state, sampling, processes, watch)
+    groups = build_groups(recipe, builder, update) if recipe.rollout.stream else None
+    return Learning(builder=builder, update=update, groups=groups)
 
 
-def build_updater(recipe: Recipe, learner: Learner, sampling: Sampling, processes: Processes, watch: Watch | None) -> Updater:
+def build_updater(recipe: Recipe, state: TrainState, sampling: Sampling, processes: Processes, watch: Watch | None) -> Updater:
     """If `watch` is None, its batches are not compared with the engine."""
     return Updater(
         processes=processes,
-        sharded=learner.models.sharded,
+        sharded=state.models.sharded,
         defer_sync=recipe.processes.defer_sync,
-        policy=learner.policy,
-        optimizer=learner.optimizer,
-        algorithm=learner.algorithm,
+        policy=state.policy,
+        optimizer=state.optimizer,
+        algorithm=state.algorithm,
         updates=recipe.trainer.updates_per_rollout,
         max_grad_norm=recipe.optim.max_grad_norm,
         distribution=sampling.distribution,
@@ -132,7 +132,7 @@ def build_updater(recipe: Recipe, learner: Learner, sampling: Sampling, processe
     )
 
 
-def build_groups(recipe: Recipe, windows: WindowBuilder, update: Updater) -> Groups:
+def build_groups(recipe: Recipe, builder: TrainBatchBuilder, update: Updater) -> Groups:
     rollout = recipe.rollout
     engine = recipe.engine
     shared = engine.shares_cores and not torch.cuda.is_available()
@@ -141,7 +141,7 @@ def build_groups(recipe: Recipe, windows: WindowBuilder, update: Updater) -> Gro
     with memory_for("the sums of gradients of rollout.stream", ["rollout.stream: false"], SetupError):
         sums = ExactSum([parameter for parameter in update.policy.parameters() if parameter.requires_grad])
     return Groups(
-        windows=windows,
+        builder=builder,
         update=update,
         sums=sums,
         provisional=provisional_totals(rollout.prompts_per_step, rollout.group_size, rollout.max_completion_tokens),

@@ -1,17 +1,17 @@
-"""Builds the window: all rows of one optimizer step, with the values that stay fixed during it."""
+"""Builds the train batch: all rows of one optimizer step, with the values that stay fixed during it."""
 
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlgen.algorithms.base import Algorithm, Signal, loss_distribution
+from rlgen.algorithms.base import Advantages, Algorithm, loss_distribution
 from rlgen.errors import DivergedError
 from rlgen.losses.correction import Mismatch
 from rlgen.losses.inputs import Totals, onto
@@ -24,11 +24,11 @@ from rlgen.processes import Processes
 from rlgen.rollout.batch import Prompts, deal, pad_rows, unpad
 from rlgen.rollout.score import score_own
 from rlgen.rollout.table import RowTable
-from rlgen.types import Batch, Distribution, Samples
+from rlgen.types import Distribution, MicroBatch, Samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class TrainBatch:
     """The trained rows of a rollout that this process computes, and what the loss must know about those of all processes.
 
     Totals are global: the loss does not depend on how the rows are split into micro-batches and processes. Values per token are
@@ -55,30 +55,30 @@ class Window:
         cls,
         table: RowTable,
         held: Samples,
-        signal: Signal,
+        advantages: Advantages,
         epoch: float,
         budget: int,
         processes: Processes,
         learns_without_advantage: bool = True,
         packed: bool = False,
-    ) -> "Window":
-        """Assigns the rows that `signal` trains to processes, in micro-batches of at most `budget` tokens, and sends them.
+    ) -> "TrainBatch":
+        """Assigns the rows that `advantages` trains to processes, in micro-batches of at most `budget` tokens, and sends them.
 
         The rows of a group may go to several processes; those of a pair stay together. The tokens of each row are sent once, from
         the process that sampled it to the one that trains it.
 
         Args:
-            table: rows of the whole step, the same in every process; `signal` has an entry for each of them.
+            table: rows of the whole step, the same in every process; `advantages` has an entry for each of them.
             held: the samples that this process holds, at `table.place`.
             learns_without_advantage: whether a row of advantage 0 has a gradient, for example from a KL in the loss.
             packed: whether the rows of a micro-batch are computed without padding.
         """
         prompts = Prompts(table.group_id, table.prompt_tokens) if packed else None
-        trained = signal.trained.nonzero()[:, 0].numpy()
+        trained = advantages.trained.nonzero()[:, 0].numpy()
         lengths: list[int] = table.lengths.tolist()
-        pairs = pairs_of(trained, signal.pair_id.numpy())
+        pairs = pairs_of(trained, advantages.pair_id.numpy())
         units = pairs or [[row] for row in trained.tolist()]
-        has_gradient = np.ones(len(table), dtype=bool) if learns_without_advantage else (signal.advantages != 0).numpy()
+        has_gradient = np.ones(len(table), dtype=bool) if learns_without_advantage else (advantages.advantages != 0).numpy()
         hands = deal([unit for unit in units if has_gradient[unit].any()], lengths, budget, processes.world, prompts)
         idle = deal([unit for unit in units if not has_gradient[unit].any()], lengths, budget, processes.world, prompts)
         trainer = np.full(len(table), -1)
@@ -92,14 +92,14 @@ class Window:
         return cls(
             samples=sent(table, held, trainer, processes),
             rows=mine,
-            advantages=signal.advantages[mine].float(),
-            pair_id=signal.pair_id[mine],
+            advantages=advantages.advantages[mine].float(),
+            pair_id=advantages.pair_id[mine],
             group_tokens=torch.from_numpy(of_groups[group[mine]]),
             totals=Totals(
-                sequences=int(signal.counted.sum()),
+                sequences=int(advantages.counted.sum()),
                 tokens=tokens,
                 kept=tokens,
-                prompts=len(np.unique(table.group_id[signal.counted.numpy()])),
+                prompts=len(np.unique(table.group_id[advantages.counted.numpy()])),
                 pairs=len(pairs),
             ),
             epoch=epoch,
@@ -113,12 +113,12 @@ class Window:
             return self.frozen[name]
         return unpad(list(self.computed.get(name, {}).items()), self.samples.completion_ids.offsets)
 
-    def put(self, name: str, batch: Batch, values: Tensor) -> None:
+    def put(self, name: str, batch: MicroBatch, values: Tensor) -> None:
         """Stores [B, T] values of the rows of `batch` as fixed values `name`, where they are."""
         if batch.rows:  # none if other processes have more micro-batches
             self.computed.setdefault(name, {})[batch.rows] = values.detach()
 
-    def get(self, name: str, batch: Batch) -> Tensor:
+    def get(self, name: str, batch: MicroBatch) -> Tensor:
         """Returns the fixed values `name` of the rows of `batch`, [B, T], padded with 0 or False.
 
         Computed values can be read only for the micro-batches in which they were computed.
@@ -129,8 +129,8 @@ class Window:
         rows = [flat[offsets[row] : offsets[row + 1]] for row in batch.rows]
         return onto(pad_rows(rows, 0), batch.input_ids.device)
 
-    def select_tokens(self, share: float, processes: Processes) -> "Window":
-        """Returns a window that trains the `share` of tokens with the highest entropy (`frozen["entropy"]`) of all processes."""
+    def select_tokens(self, share: float, processes: Processes) -> "TrainBatch":
+        """Returns a copy that trains the `share` of tokens with the highest entropy (`frozen["entropy"]`) of all processes."""
         entropy, mask = self.flat("entropy"), torch.from_numpy(self.samples.loss_mask.values)
         kept = entropy_kept(entropy, mask, quantile(entropy[mask], 1.0 - share, processes.total))
         count = int(processes.total(kept.sum()))
@@ -172,9 +172,13 @@ def by_holder(table: RowTable, world: int) -> NDArray[np.int64]:
     return np.concatenate([(table.holder == rank).nonzero()[0] for rank in range(world)])
 
 
+# The train batch of a step, the advantages of its rows, and the metrics that were measured on the way.
+Planned: TypeAlias = tuple[TrainBatch, Advantages, dict[str, Any]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WindowBuilder:
-    """Runs rewards -> window: advantages, and log-probs of the reference policy if the algorithm needs them."""
+class TrainBatchBuilder:
+    """Runs rewards -> train batch: advantages, and log-probs of the reference policy if the algorithm needs them."""
 
     processes: Processes
     algorithm: Algorithm
@@ -184,26 +188,27 @@ class WindowBuilder:
     budget: int  # tokens of a micro-batch
     packed: bool = False  # whether the policy computes the rows of a micro-batch without padding
 
-    def build(self, table: RowTable, held: Samples, epoch: float) -> tuple[Window, Signal, dict[str, Any]]:
-        """Returns the window of a step, the signal of its rows, and the metrics that were measured on the way."""
+    def build(self, table: RowTable, held: Samples, epoch: float) -> Planned:
         planned = self.plan(table, held, epoch, self.kl(table, held))
         self.add_reference(planned[0])
         return planned
 
-    def plan(self, table: RowTable, held: Samples, epoch: float, kl: Tensor | None) -> tuple[Window, Signal, dict[str, Any]]:
+    def plan(self, table: RowTable, held: Samples, epoch: float, kl: Tensor | None) -> Planned:
         """Does what `build` does, but runs no model: `kl` is known, and the log-probs of the reference are left out."""
-        signal = self.algorithm.advantages(table.scores(self.weights, kl))
+        advantages = self.algorithm.advantages(table.scores(self.weights, kl))
         alone = self.algorithm.learns_without_advantage
-        window = Window.of(table, held, signal, epoch, self.budget, self.processes, alone, self.packed)
+        train_batch = TrainBatch.of(table, held, advantages, epoch, self.budget, self.processes, alone, self.packed)
         if kl is None:
-            return window, signal, {}
+            return train_batch, advantages, {}
         tokens = int(table.sampled_tokens.sum())
-        return window, signal, {Metric.KL_REF_K1: kl.sum().item() / tokens if tokens else None}
+        return train_batch, advantages, {Metric.KL_REF_K1: kl.sum().item() / tokens if tokens else None}
 
-    def add_reference(self, window: Window) -> None:
-        """Computes the reference's log-probs for the rows of a window, if the loss takes them."""
+    def add_reference(self, train_batch: TrainBatch) -> None:
+        """Computes the reference's log-probs for the rows of a train batch, if the loss takes them."""
         if self.algorithm.reference == "loss":
-            window.frozen["ref_logp"] = self.reference_logp(window.samples, (*window.micro_batches, *window.idle))
+            train_batch.frozen["ref_logp"] = self.reference_logp(
+                train_batch.samples, (*train_batch.micro_batches, *train_batch.idle)
+            )
 
     def reference_logp(self, samples: Samples, micro_batches: Sequence[Sequence[int]] | None = None) -> Tensor:
         """Returns the reference policy's log-probs, [N] float32, of the distribution of the loss."""

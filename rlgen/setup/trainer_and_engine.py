@@ -1,4 +1,4 @@
-"""Opens trainer and engine with the same weights. A run trains with this pair, and `rlgen doctor` compares its two sides."""
+"""Opens trainer and engine with the same weights. A run trains with them, and `rlgen doctor` compares the two."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -15,31 +15,31 @@ from rlgen.processes import EngineShare, Processes
 from rlgen.recipe import Recipe
 from rlgen.sentinel.sync import send_weights
 from rlgen.setup.data import Data
-from rlgen.setup.learner import Learner, open_learner, restore
 from rlgen.setup.policy import open_policies
+from rlgen.setup.train_state import TrainState, open_train_state, restore
 from rlgen.types import Position, Sampling
 
 TRIED = 8  # prompts on which packed rows are tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
-    """Trainer and engine, open. The caller that opened the pair closes it."""
+class TrainerAndEngine:
+    """Trainer and engine, open. The caller that opened them closes them."""
 
     data: Data
     sampling: Sampling  # settings of the run
-    learner: Learner
+    state: TrainState
     engine: Engine  # of this process
     processes: Processes
     engine_share: EngineShare  # which engine this rank uses, and which ranks share it
     position: Position  # step of the weights on both sides
 
     def close(self) -> None:
-        """The learner holds nothing but memory."""
+        """The trainer holds nothing but memory."""
         self.engine.close()
 
 
-def open_pair(
+def open_trainer_and_engine(
     recipe: Recipe,
     data: Data,
     checkpoint: Path | None,
@@ -47,8 +47,8 @@ def open_pair(
     logs: Path,
     say: Callable[[str], None],
     began_with: str | None = None,  # digest of the weights that were in model.path then; None: not known
-) -> Pair:
-    """Opens policy, engine and the rest of the learner, in this order, and sends the weights if the engine has others.
+) -> TrainerAndEngine:
+    """Opens policy, engine and the rest of the train state, in this order, and sends the weights if the engine has others.
 
     The order follows from memory. On a GPU vLLM starts only if its share of the memory is free. With only the policy loaded, this
     holds for a resumed run as for a fresh one: a whole reference and the optimizer's state are allocated after the engine. A
@@ -68,15 +68,15 @@ def open_pair(
     engine = build_engine(recipe, data.location, processes, logs, say)
     with ExitStack() as undo:
         undo.callback(engine.close)
-        learner = open_learner(recipe, algorithm, policies)
-        position = restore(recipe, learner, checkpoint, processes)
-        if engine.weight_version != position.step or recipe.model.quantization:  # the engine holds other weights than the learner
-            send_weights(engine, learner.policy.model, position.step, processes)
+        state = open_train_state(recipe, algorithm, policies)
+        position = restore(recipe, state, checkpoint, processes)
+        if engine.weight_version != position.step or recipe.model.quantization:  # the engine holds other weights than the trainer
+            send_weights(engine, state.policy.model, position.step, processes)
         undo.pop_all()
-    return Pair(
+    return TrainerAndEngine(
         data=data,
-        sampling=sampling_of(recipe, data.stop_ids, learner.policy.head.weight.shape[0]),
-        learner=learner,
+        sampling=sampling_of(recipe, data.stop_ids, state.policy.head.weight.shape[0]),
+        state=state,
         engine=engine,
         processes=processes,
         engine_share=engine_share,

@@ -10,7 +10,7 @@ from conftest import tiny_model
 
 from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
-from rlgen.setup import learner, pair, policy
+from rlgen.setup import policy, train_state, trainer_and_engine
 from rlgen.setup.data import open_data
 from rlgen.setup.policy import checkpoint_activations
 
@@ -18,7 +18,7 @@ from rlgen.setup.policy import checkpoint_activations
 def test_the_engine_is_opened_before_reference_and_optimizer_state(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's start-up check sees the policy alone, in a resumed run as in a fresh one."""
     order: list[str] = []
-    build, copied = pair.build_engine, policy.copy.deepcopy
+    build, copied = trainer_and_engine.build_engine, policy.copy.deepcopy
 
     def named(name: str, function: Any) -> Any:
         return lambda *arguments: (order.append(name), function(*arguments))[1]
@@ -30,13 +30,15 @@ def test_the_engine_is_opened_before_reference_and_optimizer_state(recipe_file: 
         order.append("checkpoint")
         raise Loaded
 
-    monkeypatch.setattr(pair, "build_engine", named("engine", build))
+    monkeypatch.setattr(trainer_and_engine, "build_engine", named("engine", build))
     monkeypatch.setattr(policy, "copy", SimpleNamespace(deepcopy=named("reference", copied)))
     monkeypatch.setattr(policy, "check_fit", lambda *_: None)
-    monkeypatch.setattr(learner.Checkpoints, "load", loaded)
+    monkeypatch.setattr(train_state, "load_checkpoint", loaded)
     recipe = load_recipe(recipe_file, ["engine={kind: transformers}", "trainer={kind: grpo, beta: 0.1}"]).recipe
     with pytest.raises(Loaded):
-        pair.open_pair(recipe, open_data(recipe), Path("checkpoint"), Processes.alone(), recipe_file.parent, print)
+        trainer_and_engine.open_trainer_and_engine(
+            recipe, open_data(recipe), Path("checkpoint"), Processes.alone(), recipe_file.parent, print
+        )
     assert order == ["engine", "reference", "checkpoint"]
 
 

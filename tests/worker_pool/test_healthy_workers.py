@@ -10,14 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers.scoring import SKIPS, group, overdue, totals
 from helpers.waiting import HANGS, until
-from scoring import SKIPS, group, opened, overdue, scorer, totals
 
 from rlgen.worker_pool import pool, process
 from rlgen.worker_pool.pool import Pool
 from rlgen.worker_pool.process import WorkerProcess
-
-__all__ = ["opened", "scorer"]
 
 
 def test_the_time_of_a_call_counts_from_its_own_beginning(scorer, monkeypatch):
@@ -51,7 +49,7 @@ def test_the_time_of_a_call_counts_from_its_own_beginning(scorer, monkeypatch):
     monkeypatch.setattr(Pool, "_look_at", looking)
     for step in (2, 3):
         assert totals(build.score([group(*["0.05"] * 8)], step)) == [[1.0] * 8]
-    assert (build.pool.killed, build.pool.lost) == (0, 0)
+    assert (build.pools[0].killed, build.pools[0].lost) == (0, 0)
     assert {1, 2, 3} <= set(looks), "they were looked at between the calls"
 
 
@@ -84,7 +82,7 @@ def test_the_call_that_was_overdue_has_failed_and_not_the_one_after_it(scorer, m
     (scored,) = build.score([group("late", "next", "c")], 2)
     assert totals([scored]) == [[None, 1.0, 1.0]]
     assert scored.samples[0].reward_errors["f"].startswith("timeout: no answer within 1 s")
-    assert (build.pool.killed, build.pool.lost) == (1, 0)
+    assert (build.pools[0].killed, build.pools[0].lost) == (1, 0)
 
 
 @pytest.mark.slow
@@ -108,18 +106,18 @@ def test_time_in_which_all_processes_were_stopped_is_nobodys(tmp_path, prefix):
     )
     trains = """
         import sys
-        sys.path[:0] = sys.argv[1:3]
-        from scoring import SKIPS, group, totals
+        sys.path.insert(0, sys.argv[1])
+        from helpers.scoring import group, totals
         from rlgen.recipe.models import RewardRecipe, ScoringRecipe
         from rlgen.rewards.score import open_scorer
 
-        entry = RewardRecipe(use=sys.argv[3] + ":f", timeout=5.0, on_error="skip", max_error_fraction=1.0)
+        entry = RewardRecipe(use=sys.argv[2] + ":f", timeout=5.0, on_error="skip", max_error_fraction=1.0)
         scorer = open_scorer([entry], set(), 20, ScoringRecipe(workers=1))
-        print(totals(scorer.score([group("a")], 1)), scorer.pool.killed)
+        print(totals(scorer.score([group("a")], 1)), scorer.pools[0].killed)
         scorer.close()
     """
-    here = Path(__file__).parent
-    command = [sys.executable, "-c", textwrap.dedent(trains), str(here), str(here.parent), str(tmp_path / "rewards.py")]
+    tests = str(Path(__file__).parent.parent)
+    command = [sys.executable, "-c", textwrap.dedent(trains), tests, str(tmp_path / "rewards.py")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
         until((tmp_path / "pid").exists)
         both = [int((tmp_path / "pid").read_text()), trainer.pid]
@@ -150,4 +148,4 @@ def test_async_calls_that_end_a_little_late_cost_no_worker(scorer, monkeypatch):
         {**SKIPS, "timeout": 0.5},
     )
     assert totals(build.score([group(*"abcd")], 1)) == [[None] * 4]
-    assert build.pool.killed == 0
+    assert build.pools[0].killed == 0
