@@ -111,7 +111,7 @@ def test_validate_answers_where_torch_cannot_be_imported(recipe_file: Path, tmp_
 
 @pytest.mark.fault(16)
 def test_a_dry_run_writes_the_resolved_recipe_only(rlgen: Run, recipe_file: Path, tmp_path: Path, proof: Proof) -> None:
-    first, again = tmp_path / 'it\'s "mine"' / "first", tmp_path / "again"
+    first, again = (tmp_path / 'it\'s "mine"' / name for name in ("first", "again"))
     assert rlgen("train", recipe_file, "--dry-run", "--run-dir", first, "--set", "run.seed=3").returncode == 0
     assert [path.name for path in first.iterdir()] == ["resolved.yaml"]
     text = (first / "resolved.yaml").read_text()
