@@ -148,12 +148,12 @@ def read_json(path: Path) -> Any:
     return json.loads(read_text(path))
 
 
-def flush_tree(folder: Path) -> None:
+def flush_folder(folder: Path) -> None:
     for path in (*folder.rglob("*"), folder):
-        flush(path)
+        flush_to_disk(path)
 
 
-def flush(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
     """Waits until a file, or the entries of a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

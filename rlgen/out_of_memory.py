@@ -14,13 +14,13 @@ NO_MEMORY = re.compile(r"out of memory|not enough memory|an(no|')t allocate memo
 ADVICE = " If reserved but unallocated"  # start of torch's advice about its allocator
 
 
-def reason(error: Exception, what: str, helps: Sequence[str]) -> str:
+def failure_reason(error: Exception, what: str, helps: Sequence[str]) -> str:
     """Returns the message of `error`, or its class. If memory ran out, also names `what`, the peak memory so far and `helps`."""
     if not is_out_of_memory(error):
         return str(error) or one_line(error)
     said = " ".join(str(error).partition(ADVICE)[0].split()).rstrip(".") or type(error).__name__
     return (
-        f"the memory does not suffice for {what}: {said}; {peak()}. What helps most: {' or '.join(helps)};"
+        f"the memory does not suffice for {what}: {said}; {peak_memory()}. What helps most: {' or '.join(helps)};"
         " `rlgen estimate` shows the whole table"
     )
 
@@ -35,7 +35,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(NO_MEMORY.search(str(error)))
 
 
-def peak() -> str:
+def peak_memory() -> str:
     """Returns the peak memory of this process as text: on its GPU if it uses one, else in main memory."""
     if torch.cuda.is_initialized():
         allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()

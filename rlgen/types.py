@@ -8,12 +8,12 @@ Axis letters, used in every docstring and local name:
     N  tokens of all rows, one row after another
 
 No token is a Python object: values with one entry per token are arrays, and the samples of a step are stored as columns
-(`Samples`).
+(`rollout.samples.Samples`).
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length"]
 ENVIRONMENT = "environment"  # the role of a message that comes after the last turn, and that the model never reads
-# What a row has in the columns of `Samples` that may be empty.
-ABSENT: Mapping[str, Any] = {"reward_errors": {}, "messages": "", "counts": {}, "images": ()}
 Ids: TypeAlias = NDArray[np.int32]
 LogProbs: TypeAlias = NDArray[np.float32]
 
@@ -39,7 +37,7 @@ def logp_of(values: Iterable[float]) -> LogProbs:
     return np.asarray(values if isinstance(values, np.ndarray | list | tuple) else list(values), dtype=np.float32)
 
 
-class _Record:
+class Record:
     """Base of records that hold arrays; compares all fields, arrays element by element."""
 
     __slots__ = ()
@@ -70,7 +68,7 @@ class Image:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Prompt(_Record):
+class Prompt(Record):
     """One data row, templated and tokenised once.
 
     Prompt(position=17, row=3, text="<|im_start|>user\\nsort 3 1 2...", prompt_ids=[256, 117, 9], columns={"answer": "123"})
@@ -86,7 +84,7 @@ class Prompt(_Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Request(_Record):
+class Request(Record):
     """A request to the engine for one completion. Request(prompt_ids=[256, 117, 9], seed=81263)"""
 
     prompt_ids: Ids  # [L]
@@ -201,7 +199,7 @@ def turns_of(spans: Sequence[Span]) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Completion(_Record):
+class Completion(Record):
     """The engine's answer to a request. Completion(token_ids=[9, 4, 257], logp=[-.2, -1.1, -.01], finish_reason="stop", ...)
 
     The answers to the turns of a conversation are joined to one completion, with what stands between them.
@@ -223,7 +221,7 @@ class Completion(_Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sample(_Record):
+class Sample(Record):
     """One completion of one prompt, from sampling to its rewards; a row of `Samples`.
 
     Sample(group_id=17, sample_index=0, prompt_ids=[256, 117], completion_ids=[9, 4, 257], sampler_logp=[-.2, -1.1, -.01],
@@ -263,233 +261,10 @@ class Sample(_Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Group(_Record):
+class Group(Record):
     group_id: int
     prompt: Prompt
     samples: tuple[Sample, ...]  # [G]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Ragged(_Record):
-    """Rows of unequal lengths in one array: row i is values[offsets[i]:offsets[i + 1]].
-
-    Ragged([9, 4, 257, 8, 257], [0, 3, 5])[1] is [8, 257]
-    """
-
-    values: NDArray[Any]  # [N]
-    offsets: NDArray[np.int64]  # [B + 1]
-
-    @classmethod
-    def of(cls, rows: Sequence[NDArray[Any]], dtype: Any, shape: tuple[int, ...] = ()) -> "Ragged":
-        """Concatenates rows into one array of type `dtype`; this is the only copy made of them.
-
-        Args:
-            shape: of one entry of a row.
-        """
-        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
-        np.cumsum([len(row) for row in rows], out=offsets[1:])
-        return cls(np.concatenate(rows, dtype=dtype) if rows else np.zeros((0, *shape), dtype=dtype), offsets)
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def __getitem__(self, row: int) -> NDArray[Any]:
-        """Returns a view of one row."""
-        return self.values[self.offsets[row] : self.offsets[row + 1]]
-
-    def __iter__(self) -> Iterator[NDArray[Any]]:
-        return (self[row] for row in range(len(self)))
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Returns [B], the length of each row."""
-        return np.diff(self.offsets)
-
-    def take(self, rows: Sequence[int] | NDArray[np.int64]) -> "Ragged":
-        """Returns a copy of the rows at these indices, in their order."""
-        return Ragged.of([self[row] for row in rows], self.values.dtype, self.values.shape[1:])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Samples(_Record):
-    """The samples of a step that one process holds, as columns: one array per field, tokens of all rows concatenated.
-
-    Each row has spans instead of one mask and one version, so that a conversation of several turns is a row like any other.
-    """
-
-    labels: tuple[str, ...]  # [K] names of the rewards
-    group_id: NDArray[np.int64]  # [B] the prompt's position
-    sample_index: NDArray[np.int64]  # [B] within the group
-    prompt_ids: Ragged  # int32
-    completion_ids: Ragged  # int32 [N]
-    sampler_logp: Ragged  # float32 [N], NaN where not sampled
-    spans: Ragged  # int64 [M, 3]: start, stop, version
-    truncated: NDArray[np.bool_]  # [B] ended by the token limit
-    seed: NDArray[np.int64]  # [B]
-    cached_tokens: NDArray[np.int64]  # [B]
-    rewards: NDArray[np.float64]  # [B, K], NaN: does not apply, or failed
-    reward: NDArray[np.float64]  # [B], NaN: not scorable
-    reward_errors: tuple[Mapping[str, str], ...]  # [B] by name, empty for most
-    # [B] as of `Sample`; (): there are none
-    messages: tuple[str, ...] = ()
-    counts: tuple[Mapping[str, int], ...] = ()
-    images: tuple[tuple[Image, ...], ...] = ()
-
-    @classmethod
-    def of(cls, samples: Sequence[Sample], labels: Sequence[str] | None = None) -> "Samples":
-        """Converts samples to columns.
-
-        Args:
-            labels: names of the rewards; None: those of the first sample.
-        """
-        names = tuple(labels if labels is not None else samples[0].rewards if samples else ())
-        spans = [np.array(sample.spans, dtype=np.int64).reshape(-1, 3) for sample in samples]
-        single = [[_number(sample.rewards[name]) for name in names] for sample in samples]
-        optional = {name: tuple(getattr(sample, name) for sample in samples) for name in ("messages", "counts", "images")}
-        return cls(
-            labels=names,
-            group_id=np.array([sample.group_id for sample in samples], dtype=np.int64),
-            sample_index=np.array([sample.sample_index for sample in samples], dtype=np.int64),
-            prompt_ids=Ragged.of([sample.prompt_ids for sample in samples], np.int32),
-            completion_ids=Ragged.of([sample.completion_ids for sample in samples], np.int32),
-            sampler_logp=Ragged.of([sample.sampler_logp for sample in samples], np.float32),
-            spans=Ragged.of(spans, np.int64, (3,)),
-            truncated=np.array([sample.finish_reason == "length" for sample in samples], dtype=bool),
-            seed=np.array([sample.seed for sample in samples], dtype=np.int64),
-            cached_tokens=np.array([sample.cached_tokens for sample in samples], dtype=np.int64),
-            rewards=np.array(single, dtype=np.float64).reshape(len(samples), len(names)),
-            reward=np.array([_number(sample.reward) for sample in samples], dtype=np.float64),
-            reward_errors=tuple(sample.reward_errors for sample in samples),
-            **{name: column for name, column in optional.items() if any(column)},
-        )
-
-    def __len__(self) -> int:
-        return len(self.group_id)
-
-    def __getitem__(self, row: int) -> Sample:
-        """Returns one row; its tokens are views, and `completion` is empty, because the columns do not hold the text."""
-        return Sample(
-            group_id=int(self.group_id[row]),
-            sample_index=int(self.sample_index[row]),
-            prompt_ids=self.prompt_ids[row],
-            completion_ids=self.completion_ids[row],
-            sampler_logp=self.sampler_logp[row],
-            spans=self.spans_of(row),
-            finish_reason="length" if self.truncated[row] else "stop",
-            seed=int(self.seed[row]),
-            completion="",
-            rewards={name: _value(self.rewards[row, k]) for k, name in enumerate(self.labels)},
-            reward=_value(self.reward[row]),
-            cached_tokens=int(self.cached_tokens[row]),
-            reward_errors=self.reward_errors[row],
-            messages=self.messages[row] if self.messages else "",
-            counts=self.counts[row] if self.counts else {},
-            images=self.images[row] if self.images else (),
-        )
-
-    def __iter__(self) -> Iterator[Sample]:
-        return (self[row] for row in range(len(self)))
-
-    def take(self, rows: Sequence[int] | NDArray[np.int64]) -> "Samples":
-        """Returns a copy of the rows at these indices, in their order."""
-        rows = np.asarray(rows, dtype=np.int64)
-        columns: dict[str, Any] = {}
-        for name in self._columns():
-            column = getattr(self, name)
-            if isinstance(column, Ragged):
-                columns[name] = column.take(rows)
-            elif isinstance(column, np.ndarray):
-                columns[name] = column[rows]
-            else:
-                columns[name] = tuple(column[row] for row in rows) if column else ()
-        return replace(self, **columns)
-
-    @classmethod
-    def join(cls, parts: Sequence["Samples"]) -> "Samples":
-        """Concatenates the rows of several `Samples` that have the same rewards, in their order."""
-        columns: dict[str, Any] = {}
-        for name in cls._columns():
-            of_parts = [getattr(part, name) for part in parts]
-            if isinstance(of_parts[0], Ragged):
-                offsets = np.concatenate([[0], *(column.lengths for column in of_parts)]).cumsum().astype(np.int64)
-                columns[name] = Ragged(np.concatenate([column.values for column in of_parts]), offsets)
-            elif isinstance(of_parts[0], np.ndarray):
-                columns[name] = np.concatenate(of_parts)
-            elif any(of_parts):
-                filled = [column or (ABSENT[name],) * len(part) for column, part in zip(of_parts, parts, strict=True)]
-                columns[name] = tuple(value for column in filled for value in column)
-        return replace(parts[0], **columns)
-
-    @classmethod
-    def _columns(cls) -> list[str]:
-        return [one.name for one in fields(cls) if one.name != "labels"]
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Returns [B], tokens of prompt and completion."""
-        return self.prompt_ids.lengths + self.completion_ids.lengths
-
-    @property
-    def loss_mask(self) -> Ragged:
-        """Returns bool [N], true for sampled tokens."""
-        return self._covered(np.ones(len(self.spans.values), dtype=bool))
-
-    def sampled_by(self, version: int) -> Ragged:
-        """Returns bool [N], true for the tokens that the weights of `version` sampled."""
-        return self._covered(self.spans.values[:, 2] == version)
-
-    def _covered(self, chosen: NDArray[np.bool_]) -> Ragged:
-        """Returns bool [N], true within the spans that are `chosen` [M]."""
-        offsets = self.completion_ids.offsets
-        edges = np.zeros(offsets[-1] + 1, dtype=np.int8)
-        spans = (self.spans.values[:, :2] + offsets[self._row_of_span, None])[chosen]
-        # `np.add.at` counts repeated indices, which occur where one span begins at the end of another.
-        np.add.at(edges, spans[:, 0], 1)
-        np.add.at(edges, spans[:, 1], -1)
-        return Ragged(np.cumsum(edges[:-1], dtype=np.int8).astype(bool), offsets)
-
-    def spans_of(self, row: int) -> tuple[Span, ...]:
-        return tuple(Span(*span) for span in self.spans[row].tolist())
-
-    @property
-    def _row_of_span(self) -> NDArray[np.int64]:
-        return np.repeat(np.arange(len(self)), self.spans.lengths)
-
-    @property
-    def sampled_tokens(self) -> NDArray[np.int64]:
-        """Returns [B], the number of tokens that the model sampled."""
-        counts = np.zeros(len(self), dtype=np.int64)
-        np.add.at(counts, self._row_of_span, self.spans.values[:, 1] - self.spans.values[:, 0])
-        return counts
-
-    @property
-    def turns(self) -> NDArray[np.int64]:
-        """Returns [B], the turns of the model: spans of a row that do not touch the one before them."""
-        rows, starts, stops = self._row_of_span, self.spans.values[:, 0], self.spans.values[:, 1]
-        begins = np.append(True, (rows[1:] != rows[:-1]) | (starts[1:] != stops[:-1]))[: len(rows)]
-        return np.bincount(rows[begins], minlength=len(self))
-
-    @property
-    def weight_version(self) -> NDArray[np.int64]:
-        """Returns [B], the oldest weight version that sampled a token of the row; -1: unknown."""
-        oldest = np.full(len(self), np.iinfo(np.int64).max)
-        np.minimum.at(oldest, self._row_of_span, self.spans.values[:, 2])
-        return np.where(oldest == np.iinfo(np.int64).max, -1, oldest)
-
-    @property
-    def newest_version(self) -> NDArray[np.int64]:
-        """Returns [B], the newest weight version that sampled a token of the row; -1: unknown."""
-        newest = np.full(len(self), -1)
-        np.maximum.at(newest, self._row_of_span, self.spans.values[:, 2])
-        return newest
-
-
-def _number(value: float | None) -> float:
-    return float("nan") if value is None else value
-
-
-def _value(number: float) -> float | None:
-    return None if np.isnan(number) else float(number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

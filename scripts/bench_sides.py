@@ -260,7 +260,7 @@ def rlgen_says(steps: Steps, run: Path) -> Iterator[None]:
     with importing():  # as a run imports it
         from rlgen.trainers.collect import Collector
 
-    collect, known = Collector.__call__, -1  # step of the newest metrics; -1: this process has trained nothing yet
+    collect, known = Collector.drawing, -1  # step of the newest metrics; -1: this process has trained nothing yet
 
     def told(collector: "Collector", *arguments: Any) -> Any:
         nonlocal known
@@ -279,7 +279,7 @@ def rlgen_says(steps: Steps, run: Path) -> Iterator[None]:
         steps.begin()
         return collect(collector, *arguments)
 
-    with patch.object(Collector, "__call__", told):
+    with patch.object(Collector, "drawing", told):
         yield
 
 

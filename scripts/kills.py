@@ -27,9 +27,9 @@ from pathlib import Path
 
 import psutil
 
-from rlgen.rollout.frames import Answer, read_frames
+from rlgen.rollout.frames import AnswerRecord, read_frames
 from rlgen.rollout.recorded import from_rollouts
-from rlgen.run.compare import Difference, checkpoints, first_difference, metrics, rollouts
+from rlgen.run.compare import Difference, checkpoint_differences, first_difference, metric_differences, rollout_differences
 
 ROOT = Path(__file__).parent.parent
 KILLED = ROOT / "tests" / "run" / "killed.py"
@@ -232,7 +232,11 @@ class Kills:
 
 def lost(killed: Path, run: Path) -> Iterator[Difference | str]:
     """What a killed run had, as far as it is not the same in the run that went on."""
-    for found in (*rollouts("rollouts", killed, run), *metrics(killed, run), *checkpoints(killed, run)):
+    for found in (
+        *rollout_differences("rollouts", killed, run),
+        *metric_differences(killed, run),
+        *checkpoint_differences(killed, run),
+    ):
         later = found.key == "all of it" and found.left is None
         if found.key not in ("file", "lines") and not later:  # only one has it: the killed run ended before, or it was removed
             yield found
@@ -244,7 +248,7 @@ def lost(killed: Path, run: Path) -> Iterator[Difference | str]:
             return
         has = {(sample.group_id, sample.sample_index): sample for sample in samples}
         for one in read_frames(path).records:
-            if isinstance(one, Answer):
+            if isinstance(one, AnswerRecord):
                 now = has[one.group_id, one.sample_index]
                 theirs = (now.completion_ids.tobytes(), now.sampler_logp.tobytes(), [*map(tuple, now.spans)], now.messages)
                 if theirs != (one.token_ids, one.logp, [*map(tuple, one.spans)], one.messages):

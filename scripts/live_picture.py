@@ -25,7 +25,7 @@ def draw(run: Path, out: Path) -> None:
         run: the run's folder, with its rollouts.
         out: file to write.
     """
-    view = View.of(load_recipe(run / "resolved.yaml").recipe)
+    view = View(load_recipe(run / "resolved.yaml").recipe)
     records = read_records(run / "metrics.jsonl")
     for record in records:
         view.add(record)

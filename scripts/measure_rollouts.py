@@ -20,8 +20,9 @@ from rlgen.processes import Processes
 from rlgen.rollout.journal import Journal
 from rlgen.rollout.parquet import Rollout
 from rlgen.rollout.read import read_rollouts
+from rlgen.rollout.samples import Ragged, Samples
 from rlgen.run.rollouts import RolloutWriter
-from rlgen.types import Completion, Prompt, Ragged, Request, Samples, Sampling, ids_of
+from rlgen.types import Completion, Prompt, Request, Sampling, ids_of
 
 VOCABULARY, ROW, GROUP = 150_000, 2000, 16
 LOGITS = 128  # of which one is sampled; enough for log-probs that look like those of a model

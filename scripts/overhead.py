@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from rlgen.metrics import Metric
-from rlgen.rollout.frames import Answer, Rewards, read_frames
+from rlgen.rollout.frames import AnswerRecord, Rewards, read_frames
 
 ROOT = Path(__file__).parent.parent
 RECIPE, WARM = ROOT / "recipes" / "demo-grpo.yaml", ROOT / "runs" / "warm" / "qwen3"
@@ -127,7 +127,7 @@ def measure(first: str, directory: Path, steps: int) -> tuple[float, list[float]
     journal = {
         path: {type(record) for record in read_frames(path).records} for path in (directory / "journal").glob("step_*.bin")
     }
-    wrote = {int(path.stem[-1]) % 2 for path, kinds in journal.items() if kinds == {Answer, Rewards}}
+    wrote = {int(path.stem[-1]) % 2 for path, kinds in journal.items() if kinds == {AnswerRecord, Rewards}}
     saved = list((directory / "checkpoints").glob("step_*"))
     # What is saved after step 50 counts to step 51.
     assert (wrote, bool(saved)) == (({1}, True) if first == "with" else ({0}, False)), "a step with what it should be without"

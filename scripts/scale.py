@@ -38,14 +38,15 @@ from rlgen.processes import Processes
 from rlgen.recipe.trainers import GRPORecipe
 from rlgen.rollout.answers import check_answers
 from rlgen.rollout.batch import collate
-from rlgen.rollout.sample import groups_of, requests_for
+from rlgen.rollout.sample import build_groups, requests_for
+from rlgen.rollout.samples import Samples
 from rlgen.rollout.table import RowTable
 from rlgen.run.records import sample_metrics, staleness_metrics
 from rlgen.sentinel.bounds import Bounds
 from rlgen.sentinel.probe import Probe, TrainerSide
 from rlgen.sentinel.watch import Watch
 from rlgen.trainers.train_batch import TrainBatch
-from rlgen.types import Completion, Group, Prompt, Samples, Sampling, ids_of, logp_of, one_span
+from rlgen.types import Completion, Group, Prompt, Sampling, ids_of, logp_of, one_span
 
 WORLD, PROMPTS, GROUP, TOKENS, PROMPT_TOKENS = 64, 512, 16, 8192, 512
 SHARE = PROMPTS // WORLD  # prompts of a process
@@ -170,7 +171,9 @@ def step(table: Table, servers: bool) -> None:
     processes = Many(rank=0, world=WORLD, device=CPU, timeout=0.0, group=None, store=None)
     answers_to_arrays(table, answers, servers)
     table.stage("answers compared with their requests", lambda: check_answers(requests, answers, sampling, 0), tokens)
-    groups = table.stage("groups, with their texts", lambda: groups_of(prompts, requests, answers, sampling, tokenizer), tokens)
+    groups = table.stage(
+        "groups, with their texts", lambda: build_groups(prompts, requests, answers, sampling, tokenizer), tokens
+    )
     learn(table, groups, processes)
 
 

@@ -99,9 +99,9 @@ def examine(folder: Path, engine: str, attention: str = "eager") -> Result:
     """
     recipe = recipe_for(folder, engine)
     data = open_data(recipe)
-    with closing(open_trainer_and_engine(data.recipe, data, None, Processes.alone(), folder, print)) as both:
-        probe = probe_of(data.recipe, both)
-        rungs = list(climb(probe, toy_gradient(data.recipe, both, probe)))
+    with closing(open_trainer_and_engine(data, None, Processes.alone(), folder, print)) as both:
+        probe = probe_of(both)
+        rungs = list(climb(probe, toy_gradient(both, probe)))
         wrong = failed(rungs)
         if wrong is not None:
             raise wrong.error()

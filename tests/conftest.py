@@ -104,12 +104,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture
 def proof(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Takes down how a test of a fault knows that the fault happened: "killed by SIGKILL in write 7 of a save"."""
-
-    def take_down(text: str) -> None:
-        request.node.user_properties.append(("proof", text))
-
-    return take_down
+    """Records how a test of a fault knows that the fault happened: "killed by SIGKILL in write 7 of a save"."""
+    return lambda text: request.node.user_properties.append(("proof", text))
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import typer
 import yaml
 from conftest import RECIPE, ROOT
 from helpers.runs import bare_run, make_run
-from recipe.mistakes import REWARDS
+from recipe import mistakes
 from typer.testing import CliRunner
 
 from rlgen.cli.app import app
@@ -32,7 +32,7 @@ OWN_TESTS = {
     "rewards": "tests/rewards/test_page.py",
     "rollouts": "tests/rollout/test_custom.py",
     "tools": "tests/tools/test_tools_page.py",
-    "troubleshooting": "tests/test_troubleshooting.py",
+    "troubleshooting": "tests/test_pages.py",
 }
 # Commands that no test types as they stand, with the reason.
 NOT_RUN = {
@@ -55,7 +55,7 @@ GROUPS = sorted({name.split()[0] for name, _ in docs.commands() if " " in name})
 EXAMPLES = {
     "train.jsonl": '{"question": "1+1=", "answer": "2"}\n',
     "heldout.jsonl": '{"question": "2+2=", "answer": "4"}\n',
-    "rewards.py": REWARDS + "\n\ndef brevity(completion):\n    return -len(completion) / 1000\n",
+    "rewards.py": mistakes.REWARDS + "\n\ndef brevity(completion):\n    return -len(completion) / 1000\n",
 }
 
 
@@ -238,6 +238,29 @@ MISTAKES = {
     "coming-from-trl": SHORT.format("trainer: {kind: grpo, num_iterations: 2}"),
     "recipe": SHORT.format("trainer: {kind: grpo, clip_hgih: 0.3}\noptim: {learning_rate: .nan}"),
 }
+
+
+# Of troubleshooting.md: examples, and messages that it explains.
+ANSWERED = dict(re.findall(r"^```\n\$ rlgen (.+)\n((?:.*\n)+?)```$", PAGES["troubleshooting"], re.MULTILINE))
+MESSAGES = re.findall(r"^\| `([^`]+)` \|", PAGES["troubleshooting"], re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", ANSWERED)
+def test_an_example_of_troubleshooting_answers_as_written(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {**mistakes.FILES, "recipe.yaml": mistakes.RECIPE.replace("RUNS", "runs")}.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, shlex.split(command))
+    said = result.output + (str(result.exception) + "\n" if result.exception else "")
+    assert said.replace(f"{tmp_path}/", "") == ANSWERED[command]
+
+
+def test_the_messages_of_troubleshooting_are_in_the_code() -> None:
+    """Strings that the code cuts over two lines are put together."""
+    source = " ".join(path.read_text() for path in sorted((ROOT / "rlgen").rglob("*.py")))
+    whole = re.sub(r'"\s+f?"', "", source)
+    assert len(ANSWERED) == 8 == PAGES["troubleshooting"].count("\n$ rlgen ") and len(MESSAGES) >= 15
+    assert [message for message in MESSAGES if message not in whole] == []
 
 
 @pytest.mark.slow

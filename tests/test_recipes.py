@@ -162,7 +162,10 @@ def test_rows_of_the_hubs_form_are_prompts_and_are_scored(path: Path, tmp_path: 
     (tmp_path / "test.jsonl").write_text(json.dumps(held_out) + "\n")
     recipe = load_recipe(path).recipe
     assert recipe.eval is not None
-    sections = {"train": (recipe.data, recipe.rewards), "test": (data_of(recipe, recipe.eval), eval_rewards(recipe, recipe.eval))}
+    sections = {
+        "train": (recipe.data, recipe.rewards),
+        "test": (data_of(recipe.eval, recipe.data), eval_rewards(recipe.eval, recipe.rewards)),
+    }
     for name, (data, rewards) in sections.items():
         local = data.model_copy(update={"source": f"{tmp_path}/{name}.jsonl"})  # `--set` would refuse it beside subset and split
         label = rewards[0].label
@@ -228,7 +231,7 @@ def test_a_real_model_gets_other_problems_with_each_trainer_when_it_is_evaluated
     recipe = load_recipe(SMOLLM2, [f"trainer.kind={kind}"]).recipe
     assert recipe.eval is not None and recipe.trainer.kind == kind
     trained = {row["prompt"] for row in load_rows(recipe.data, recipe.run.seed).rows}
-    asked = {row["prompt"] for row in load_rows(data_of(recipe, recipe.eval), seed_of(recipe)).rows}
+    asked = {row["prompt"] for row in load_rows(data_of(recipe.eval, recipe.data), seed_of(recipe.run.seed)).rows}
     assert (len(trained), len(asked), trained & asked) == (1000, 64, set())
     assert recipe.samples_per_step == 64 and recipe.run.steps * recipe.rollout.prompts_per_step <= len(trained)
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from helpers.samples import make_sample
 
-from rlgen.types import Ragged, Sample, Samples, Span, ids_of, logp_of
+from rlgen.rollout.samples import Ragged, Samples
+from rlgen.types import Sample, Span, ids_of, logp_of
 
 
 def rows() -> list[Sample]:

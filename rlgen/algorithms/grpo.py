@@ -37,16 +37,16 @@ class GRPO(PolicyGradient):
 
     def advantages(self, scores: Scores) -> Advantages:
         """Returns the advantages of the rows; rewards are combined before or after normalisation, as the recipe says."""
-        recipe, ids = self.recipe, scores.group_ids
-        if recipe.combine_rewards == "normalize_then_sum":
+        settings, ids = self.recipe, scores.group_ids
+        if settings.combine_rewards == "normalize_then_sum":
             advantages = gdpo_advantages(scores.columns, scores.column_weights, ids)
             weighed = scores.columns[:, scores.column_weights != 0]
             silent = torch.stack([without_signal(column, ids) for column in weighed.unbind(1)]).all(0)
         else:
-            rewards = rewards_less_kl(scores.rewards, scores, recipe)
-            advantages = group_advantages(rewards, ids, recipe.scale_rewards)
+            rewards = rewards_less_kl(scores.rewards, scores, settings)
+            advantages = group_advantages(rewards, ids, settings.scale_rewards)
             silent = without_signal(rewards, ids)
-        return Advantages.of_policy(advantages, silent, scores, recipe)
+        return Advantages.of_policy(advantages, silent, scores, settings)
 
     @property
     def divides_by(self) -> Denominator:
@@ -54,32 +54,32 @@ class GRPO(PolicyGradient):
 
     def loss(self, x: LossInputs) -> tuple[Tensor, Stats]:
         """Returns the loss of a micro-batch, by the recipe's variant and aggregation."""
-        recipe = self.recipe
+        settings = self.recipe
         objective = Objective(
-            variant=variant_of(recipe),
-            aggregation=recipe.aggregation,
-            kl=kl_of(recipe),
-            off_policy_max=recipe.off_policy_max,
-            entropy_bonus=recipe.entropy_bonus,
+            variant=variant_of(settings),
+            aggregation=settings.aggregation,
+            kl=kl_of(settings),
+            off_policy_max=settings.off_policy_max,
+            entropy_bonus=settings.entropy_bonus,
         )
         return policy_loss(x, objective)
 
 
-def variant_of(recipe: GRPORecipe) -> Variant:
+def variant_of(settings: GRPORecipe) -> Variant:
     """Builds the token loss that the recipe names."""
-    match recipe.loss:
+    match settings.loss:
         case "cispo":
-            return Cispo(recipe.cispo_max)
+            return Cispo(settings.cispo_max)
         case "sapo":
-            return Sapo(recipe.sapo_tau_positive, recipe.sapo_tau_negative)
+            return Sapo(settings.sapo_tau_positive, settings.sapo_tau_negative)
         case "vespo":
             return Vespo(
-                k_positive=recipe.vespo_k_positive,
-                lambda_positive=recipe.vespo_lambda_positive,
-                k_negative=recipe.vespo_k_negative,
-                lambda_negative=recipe.vespo_lambda_negative,
+                k_positive=settings.vespo_k_positive,
+                lambda_positive=settings.vespo_lambda_positive,
+                k_negative=settings.vespo_k_negative,
+                lambda_negative=settings.vespo_lambda_negative,
             )
         case "dapo" | "grpo" | "dr_grpo" | "bnpo" | "gspo" | "gspo_token" | "luspo":
-            return Clip(recipe.clip_low, recipe.clip_high, recipe.delta, SEQUENCE_RATIOS.get(recipe.loss, "token"))
+            return Clip(settings.clip_low, settings.clip_high, settings.delta, SEQUENCE_RATIOS.get(settings.loss, "token"))
         case forgotten:  # mypy: a loss of the recipe that has no case
             assert_never(forgotten)

@@ -58,17 +58,17 @@ class OwnAlgorithm:
     divides_by: Denominator
 
     @classmethod
-    def load(cls, recipe: OwnRecipe) -> "OwnAlgorithm":
-        """Imports the class, calls it with `recipe`, and tries its loss."""
-        made, sha256 = find_function(recipe.use, ALGORITHM)
-        algorithm = called(recipe.use, "it", lambda: made(recipe))
+    def load(cls, settings: OwnRecipe) -> "OwnAlgorithm":
+        """Imports the class, calls it with `settings`, and tries its loss."""
+        made, sha256 = find_function(settings.use, ALGORITHM)
+        algorithm = called(settings.use, "it", lambda: made(settings))
         if missing := [name for name in MEMBERS if not hasattr(algorithm, name)]:
             hint = "derive the class from rlgen.algorithms.base.PolicyGradient, which has all but advantages, loss and divides_by"
-            raise CodeError(f"trainer.use: {recipe.use} lacks {', '.join(missing)}; {hint}")
+            raise CodeError(f"trainer.use: {settings.use} lacks {', '.join(missing)}; {hint}")
         if algorithm.divides_by not in get_args(Denominator):
             counts = ", ".join(get_args(Denominator))
-            raise CodeError(f"trainer.use: {recipe.use}.divides_by is {algorithm.divides_by!r}; set it to one of {counts}")
-        own = cls(recipe.use, sha256, algorithm, **{name: getattr(algorithm, name) for name in PROPERTIES})
+            raise CodeError(f"trainer.use: {settings.use}.divides_by is {algorithm.divides_by!r}; set it to one of {counts}")
+        own = cls(settings.use, sha256, algorithm, **{name: getattr(algorithm, name) for name in PROPERTIES})
         own.tried()
         return own
 

@@ -17,6 +17,6 @@ TRAINERS: dict[str, Callable[..., Algorithm]] = {
 }
 
 
-def build_algorithm(recipe: TrainerRecipe) -> Algorithm:
-    """Builds the algorithm of a recipe. Raises CodeError if it is the user's, and cannot be loaded."""
-    return TRAINERS[recipe.kind](recipe)
+def build_algorithm(settings: TrainerRecipe) -> Algorithm:
+    """Builds the algorithm of a recipe's section `trainer`. Raises CodeError if it is the user's, and cannot be loaded."""
+    return TRAINERS[settings.kind](settings)

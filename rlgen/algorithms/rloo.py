@@ -35,23 +35,23 @@ class RLOO(PolicyGradient):
 
     def advantages(self, scores: Scores) -> Advantages:
         """Returns leave-one-out advantages of the rewards, after clipping and KL, normalised if the recipe says so."""
-        clip = self.recipe.reward_clip
-        rewards = rewards_less_kl(scores.rewards if clip is None else scores.rewards.clamp(*clip), scores, self.recipe)
+        settings, clip = self.recipe, self.recipe.reward_clip
+        rewards = rewards_less_kl(scores.rewards if clip is None else scores.rewards.clamp(*clip), scores, settings)
         advantages = rloo_advantages(rewards, scores.group_ids)
-        if self.recipe.normalize_advantages:
+        if settings.normalize_advantages:
             advantages = normalized(advantages, ~rewards.isnan())
-        return Advantages.of_policy(advantages, without_signal(rewards, scores.group_ids), scores, self.recipe)
+        return Advantages.of_policy(advantages, without_signal(rewards, scores.group_ids), scores, settings)
 
     def loss(self, x: LossInputs) -> tuple[Tensor, Stats]:
         """Returns the loss of a micro-batch."""
-        recipe = self.recipe
-        of_tokens = recipe.ratio == "token"
+        settings = self.recipe
+        of_tokens = settings.ratio == "token"
         objective = Objective(
-            variant=Clip(recipe.clip_low, recipe.clip_high, recipe.delta, "token" if of_tokens else "sequence_sum"),
+            variant=Clip(settings.clip_low, settings.clip_high, settings.delta, "token" if of_tokens else "sequence_sum"),
             # A ratio of the whole completion counts once: all its tokens have the same loss, of which `seq_mean` takes the mean.
             aggregation="seq_sum" if of_tokens else "seq_mean",
-            kl=kl_of(recipe),
-            off_policy_max=recipe.off_policy_max,
-            entropy_bonus=recipe.entropy_bonus,
+            kl=kl_of(settings),
+            off_policy_max=settings.off_policy_max,
+            entropy_bonus=settings.entropy_bonus,
         )
         return policy_loss(x, objective)

@@ -27,8 +27,8 @@ from rlgen.analysis.run import Run
 from rlgen.recipe.trainers import CorrectionRecipe
 from rlgen.rollout.parquet import FIXED, OF_TURNS, has_turns, parts_of
 from rlgen.rollout.read import metadata_of, read_rollouts, rollout_steps
+from rlgen.rollout.samples import Ragged
 from rlgen.run.checkpoint_folder import CheckpointFolder
-from rlgen.types import Ragged
 
 MOST_TOKENS = 2_100_000  # completion tokens in one report, which keep it below 20 MB
 CHUNK_ROWS, CHUNK_TOKENS = 1000, 200_000  # a chunk ends after the step that exceeds one of them

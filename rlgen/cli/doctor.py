@@ -89,12 +89,12 @@ def climbed(recipe: Recipe, logs: Path, say: Say, processes: "Processes") -> "tu
     recipe = data.recipe
     for notice in (*data.notices, *(f"warning: {warning}" for warning in data.warnings)):
         say(notice)
-    with closing(open_trainer_and_engine(recipe, data, None, processes, logs, say)) as both:
+    with closing(open_trainer_and_engine(data, None, processes, logs, say)) as both:
         facts = both.engine.facts()
         versions = versions_of(facts.engine, facts.runner)
         say(", ".join(f"{name} {value}" if name != "engine" else value for name, value in versions.items()))
-        rungs, probe = [], probe_of(recipe, both)
-        for rung in climb(probe, toy_gradient(recipe, both, probe)):
+        rungs, probe = [], probe_of(both)
+        for rung in climb(probe, toy_gradient(both, probe)):
             rungs.append(rung)
             say(f"{rung.number}  {rung.name:<{WIDTH}}  {rung.verdict.upper():<14}  {measurements(rung)}".rstrip())
             say(f"   {rung.sentence}")

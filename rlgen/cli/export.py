@@ -160,7 +160,7 @@ def write(checkpoint: Path, folder: Path, dtype: Literal["float32", "bfloat16"])
     from safetensors import SafetensorError
     from transformers.utils.logging import disable_progress_bar
 
-    from rlgen.files import flush_tree
+    from rlgen.files import flush_folder
     from rlgen.models.load import load_model, load_tokenizer
     from rlgen.models.lora import CONFIG
     from rlgen.models.vision import Vision, reads_images
@@ -198,7 +198,7 @@ def write(checkpoint: Path, folder: Path, dtype: Literal["float32", "bfloat16"])
     checked_gap("the written model, opened again,", rounded, log_probs(again, ids))
     if load_tokenizer(str(folder), None).get_vocab() != tokenizer.get_vocab():
         raise CheckpointError("the written tokenizer, opened again, has another vocabulary")
-    flush_tree(folder)
+    flush_folder(folder)
     return {
         "step": read_manifest(checkpoint).step,
         "adapter": adapter,

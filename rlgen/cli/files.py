@@ -52,7 +52,7 @@ def of_evaluation(loaded: LoadedRecipe) -> LoadedRecipe | None:
         origins[f"data.{key}"] = loaded.origins[f"data.{key}"] if own == "default" else own
     if held.rewards is not None:
         origins |= {name.removeprefix("eval."): at for name, at in loaded.origins.items() if name.startswith("eval.rewards.")}
-    changes = {"data": data_of(recipe, held), "rewards": eval_rewards(recipe, held)}
+    changes = {"data": data_of(held, recipe.data), "rewards": eval_rewards(held, recipe.rewards)}
     return replace(loaded, recipe=recipe.model_copy(update=changes), origins=origins)
 
 

@@ -14,9 +14,8 @@ from rlgen.errors import CheckpointError, UsageError
 from rlgen.files import write_text
 from rlgen.recipe import dump_recipe, load_recipe
 from rlgen.recipe.data import TASKS
-from rlgen.recipe.keys import sentences
+from rlgen.recipe.keys import HEADER, recipe_schema, sentences
 from rlgen.recipe.rules import is_local_model
-from rlgen.recipe.schema import HEADER, recipe_schema
 from rlgen.recipe.yaml import by_key
 
 COLUMNS = 80

@@ -18,7 +18,7 @@ from rlgen.cli.output import echo
 from rlgen.cli.serve import stoppable
 from rlgen.errors import CheckpointError, UsageError
 from rlgen.recipe import LoadedRecipe, load_recipe
-from rlgen.rollout.frames import Answer, read_frames
+from rlgen.rollout.frames import AnswerRecord, read_frames
 
 STEPS = 4
 POLL = 0.002  # seconds between two reads of the journal
@@ -138,4 +138,4 @@ def run_killed(recipe: Path, settings: Sequence[str], steps: int, every: int, fo
 
 
 def answers(journal: Path) -> int:
-    return sum(isinstance(record, Answer) for record in read_frames(journal).records)
+    return sum(isinstance(record, AnswerRecord) for record in read_frames(journal).records)

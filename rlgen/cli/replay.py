@@ -11,7 +11,7 @@ from rlgen.cli.output import echo, plain_table
 from rlgen.metrics import Metric
 from rlgen.recipe.models import ProcessesRecipe
 from rlgen.run.console import Terminal
-from rlgen.run.directory import finite
+from rlgen.run.directory import without_nonfinite
 from rlgen.run.find import find_run
 from rlgen.run.launch import Launch
 
@@ -43,7 +43,7 @@ def replay_command(name: Path, step: int, overrides: list[str], as_json: bool) -
         )
         found = replay(past, step, recipe, lambda text: echo(text, err=True) if processes.is_main else None, processes)
         if processes.is_main and as_json:
-            echo(json.dumps(finite(replay_object(run.path, found, changes))))
+            echo(json.dumps(without_nonfinite(replay_object(run.path, found, changes))))
         elif processes.is_main:
             print_replay(run.path, found, changes)
     processes.close()

@@ -14,7 +14,7 @@ from rlgen.errors import EXIT_CODES, UsageError
 from rlgen.metrics import Family, Metric
 from rlgen.redact import printable
 from rlgen.run.clock import as_clock, remaining
-from rlgen.run.console import evaluation_line, number, step_line
+from rlgen.run.console import evaluation_line, number_text, step_line
 from rlgen.run.directory import RunDirectory, json_line, pinned_step, read_records
 from rlgen.run.find import find_run, holds_run, names_of_runs
 
@@ -88,7 +88,7 @@ def print_status(path: Path, found: Mapping[str, Any]) -> None:
     if first is not None and newest is not None:
         echo(f"reward: {first:.6g} in the first tenth of the steps, {newest:.6g} in the last")
     if found["rewards"]:
-        echo(f"rewards: {', '.join(f'{label} {number(value)}' for label, value in found['rewards'].items())}")
+        echo(f"rewards: {', '.join(f'{label} {number_text(value)}' for label, value in found['rewards'].items())}")
     last = found["last"] or {}
     for keys in SHOWN:
         if values := [f"{key} {last[key]:.6g}" for key in keys if last.get(key) is not None]:

@@ -53,7 +53,7 @@ def validate_command(path: Path, overrides: list[str], as_json: bool, count: int
         else:
             data = open_data(recipe)
             if recipe.tools:
-                open_turns(recipe, data.tokenizer, data.stop_ids, None).close()
+                open_turns(recipe.tools, recipe.scoring, recipe.data, data.tokenizer, data.stop_ids, None).close()
     shown = [] if data is None else list(data.prompts.take(0, min(count, len(data.prompts))))
     if as_json:
         report = {"valid": True, "recipe": str(path), "notices": notices, "warnings": warnings, "plan": steps_of(recipe)}
@@ -92,7 +92,7 @@ def is_here(path: str) -> bool:
 
 def can_open(recipe: Recipe) -> bool:
     """Returns whether data and model are on this machine, with the packages that read them."""
-    sources = [recipe.data.source, *([data_of(recipe, recipe.eval).source] if recipe.eval else [])]
+    sources = [recipe.data.source, *([data_of(recipe.eval, recipe.data).source] if recipe.eval else [])]
     local = all(source.startswith("task:") or is_local_source(source) for source in sources)
     return local and is_here(recipe.model.path) and all(find_spec(name) for name in NEEDED)
 

@@ -38,6 +38,8 @@ KILLED, INTERRUPTED = 128, 130  # exit codes above KILLED are of processes that 
 ENDING = 30.0  # seconds for the others to end by themselves when one process of the run has ended
 TAIL = 4000  # bytes of its last output that are kept of each process
 TICK = 0.2  # seconds
+OF_LOSS = (EngineError.exit_code, ProcessError.exit_code)  # with which trainers end that miss a server, or each other
+NOTICED = 20.0  # seconds in which Ray notices that a node is gone; its processes often end earlier
 CONNECT = 10.0  # seconds for the head of the cluster to answer
 RAY_THREAD = "ray_listen_error_messages"
 
@@ -96,6 +98,7 @@ def train_on_cluster(loaded: LoadedRecipe, command: Command, say: Callable[[str]
 
 def on_ray(recipe: Recipe, command: Command, say: Callable[[str], None], stop: StopRequest) -> int:
     """Connects to the cluster, and returns the exit code of rank 0."""
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # else its main thread prints, at the end, what its own thread has held back
     import ray
 
     assert recipe.cluster is not None
@@ -155,6 +158,8 @@ class Attempts:
                 self.start(trainers, self.serve(servers), options)
                 self.watch(lambda: any(one.lost or one.code is not None for one in (*trainers, *servers)))
                 self.watch(lambda: all(one.gone or one.code is not None for one in trainers), seconds=ENDING)
+                if any(one.code in OF_LOSS for one in trainers):
+                    self.watch(lambda: any(one.lost for one in (*trainers, *servers)), seconds=NOTICED)
                 lost = [one for one in (*trainers, *servers) if one.lost or (one in servers and one.code is not None)]
             if not lost and trainers[0].code is not None:
                 return trainers[0].code

@@ -41,7 +41,7 @@ class Cached:
     facts: Mapping[str, Any]
 
 
-def key_of(parts: Mapping[str, Any]) -> str:
+def cache_key(parts: Mapping[str, Any]) -> str:
     """Returns the key of a table: a digest of `parts`, of the source code of this folder, and of the versions of `LIBRARIES`."""
     code = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(__file__).parent.glob("*.py"))]
     decides = {"parts": parts, "code": code, "libraries": {name: version(name) for name in LIBRARIES}}
@@ -61,7 +61,7 @@ def cached(kind: str, key: str | None, schema: pyarrow.Schema, make: Make) -> Ca
         fill(sink, schema, make)
         return opened(pyarrow.BufferReader(sink.getvalue()))
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "rlgen"
-    found = find(folder, kind, key)
+    found = find_table(folder, kind, key)
     if found is not None:
         return found
     aside = folder / f"{kind}-{key}-{uuid4().hex}.part"
@@ -97,7 +97,7 @@ def opened(source: Any) -> Cached:
     return Cached(reader.read_all(), json.loads(metadata[FACTS]))
 
 
-def find(folder: Path, kind: str, key: str) -> Cached | None:
+def find_table(folder: Path, kind: str, key: str) -> Cached | None:
     """Returns the table from a file whose digest matches its bytes, else None; deletes other files of the same key."""
     for path in sorted(folder.glob(f"{kind}-{key}-*.arrow")):
         with suppress(FileNotFoundError, PermissionError):  # deleted by another run; owned by another user

@@ -78,7 +78,7 @@ def render(
         raise DataError(f"{where}: the chat template refuses {str(messages)[:200]}: {error}") from error
 
 
-def compare(
+def check_chat_ids(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[dict[str, Any]],
     ids: Sequence[int],

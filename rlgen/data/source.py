@@ -21,7 +21,7 @@ from typing import Any, Literal
 import datasets
 import pyarrow
 
-from rlgen.data.cache import BATCH, Write, cached, key_of
+from rlgen.data.cache import BATCH, Write, cache_key, cached
 from rlgen.data.tasks import Row, generate
 from rlgen.errors import DataError, SetupError
 from rlgen.recipe.data import TASKS, DataRecipe
@@ -99,7 +99,7 @@ def read_lines(path: Path) -> Iterator[Row]:
             yield parse_row(line, path, number)
 
 
-def read_json(path: Path) -> Iterator[Row]:
+def rows_of_json(path: Path) -> Iterator[Row]:
     """Reads the objects of a JSON array, or of JSON Lines in a file named .json. Raises DataError."""
     if not next((line for line in text_lines(path) if line.strip()), "").lstrip().startswith("["):
         yield from read_lines(path)
@@ -152,7 +152,7 @@ def parse_row(line: str, path: Path, number: int) -> Row:
 
 TEXT_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".jsonl": read_lines,
-    ".json": read_json,
+    ".json": rows_of_json,
     ".csv": read_csv,
 }
 
@@ -212,7 +212,7 @@ def file_rows(data: DataRecipe) -> Rows:
     suffixes = {file.suffix.lower() for file in files}
     rows: Any
     if suffixes <= TEXT_READERS.keys():
-        digest = digest_of(files)
+        digest = files_digest(files)
         rows = text_rows(data, files, digest)
         columns = rows.columns
     elif len(suffixes) == 1 and suffixes <= TABLE_FORMATS.keys():
@@ -223,7 +223,7 @@ def file_rows(data: DataRecipe) -> Rows:
         # pyarrow raises many types for a damaged file; all of them mean that the file is at fault.
         except Exception as error:
             raise DataError(f"data.source: {', '.join(names)} cannot be read: {error.__cause__ or error}") from error
-        columns, rows, digest = tuple(table.column_names), head(table, data.limit), digest_of(files)
+        columns, rows, digest = tuple(table.column_names), head(table, data.limit), files_digest(files)
     else:
         known = " ".join((*TEXT_READERS, *TABLE_FORMATS))
         raise DataError(
@@ -237,7 +237,7 @@ def text_rows(data: DataRecipe, files: Sequence[Path], digest: str) -> TextRows:
     """Returns the rows of JSON and CSV files; large files are read once and then taken from the cache. Raises DataError."""
     formats = [file.suffix.lower() for file in files]
     large = sum(file.stat().st_size for file in files) >= CACHED_BYTES
-    key = key_of({"files": digest, "formats": formats}) if large else None
+    key = cache_key({"files": digest, "formats": formats}) if large else None
     made = cached("rows", key, TEXTS, partial(write_texts, data.source, files, digest))
     texts = made.table.column("row")
     return TextRows(texts if data.limit is None else texts.slice(0, data.limit), tuple(made.facts["columns"]))
@@ -254,12 +254,12 @@ def write_texts(source: str, files: Sequence[Path], digest: str, write: Write) -
         except RecursionError as error:
             raise DataError(f"data.source: {source}: a row is nested too deeply") from error
         write(pyarrow.record_batch([pyarrow.array(texts, pyarrow.large_string())], schema=TEXTS))
-    if digest_of(files) != digest:
+    if files_digest(files) != digest:
         raise DataError(f"data.source: {source} changed while it was read; wait until it is complete, and start again")
     return {"columns": list(columns)}
 
 
-def digest_of(files: Sequence[Path]) -> str:
+def files_digest(files: Sequence[Path]) -> str:
     """Returns the SHA-256 of the files' contents, without blank lines at their end, which hold no row.
 
     Raises:

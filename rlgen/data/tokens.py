@@ -17,8 +17,8 @@ import numpy
 import pyarrow
 from transformers import PreTrainedTokenizerBase
 
-from rlgen.data.cache import BATCH, Write, key_of
-from rlgen.data.chats import as_messages, compare, render
+from rlgen.data.cache import BATCH, Write, cache_key
+from rlgen.data.chats import as_messages, check_chat_ids, render
 from rlgen.data.images import Encoded, Placeholder, check_text, encoded, expanded, with_parts
 from rlgen.data.source import Rows
 from rlgen.errors import DataError
@@ -58,7 +58,7 @@ def prompts_key(
     if len(rows.rows) < CACHED_ROWS or not tokenizer.is_fast:
         return None
     settings = ("columns", "chat", "system", "template_args", "overlong", "limit")
-    return key_of(
+    return cache_key(
         {
             "rows": [rows.kind, rows.fingerprint, [name.lower().rpartition(".")[2] for name in rows.files]],
             "hub": [data.source, data.subset, data.split] if rows.kind == "hub" else [],
@@ -161,7 +161,7 @@ class PromptWriter:
             if entry.messages is not None:
                 self.chats += 1
                 if self.chats <= CHATS_COMPARED:
-                    compare(self.tokenizer, entry.messages, ids, self.data, self.tools)
+                    check_chat_ids(self.tokenizer, entry.messages, ids, self.data, self.tools)
             where = place(self.rows.source, entry.row)
             images: list[Image] = []
             if self.images is not None:

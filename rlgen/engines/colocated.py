@@ -15,7 +15,7 @@ from rlgen.engines.further import FollowUpQueue
 from rlgen.engines.plan import EnginePlan
 from rlgen.errors import EngineError, RlgenError, SetupError
 from rlgen.heap import collecting_once
-from rlgen.out_of_memory import reason
+from rlgen.out_of_memory import failure_reason
 from rlgen.types import Completion, Ids, Image, LogProbs, Request, Sampling, ids_of, logp_of, one_span
 
 
@@ -100,7 +100,7 @@ class ColocatedEngine:
         except RlgenError:
             raise
         except Exception as error:  # vLLM does not wrap the errors of its libraries
-            said = (reason if self._answered else vllm_compat.refusal)(error, "sampling", self._less_memory)
+            said = (failure_reason if self._answered else vllm_compat.refusal)(error, "sampling", self._less_memory)
             raise EngineError(f"vLLM failed while working on {len(prompts)} requests: {said}") from error
         self._answered = True
         return outputs
@@ -150,7 +150,7 @@ class ColocatedEngine:
             except EngineError:
                 raise
             except Exception as error:  # vLLM does not wrap the errors of its libraries
-                said = reason(error, "its wake-up" if self._asleep else "a weight sync", self._less_memory)
+                said = failure_reason(error, "its wake-up" if self._asleep else "a weight sync", self._less_memory)
                 raise EngineError(f"vLLM did not take the weights of version {version}: {said}") from error
         self._version = version
         self._syncs += 1

@@ -5,6 +5,7 @@ import os
 import subprocess
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import assert_never
 
@@ -28,7 +29,7 @@ from rlgen.models.load import load_config, load_model, load_tokenizer
 from rlgen.models.memory_errors import memory_advice, memory_for
 from rlgen.models.vision import Vision, reads_images
 from rlgen.out_of_memory import GIB
-from rlgen.processes import EngineShare, Processes, cores
+from rlgen.processes import Processes, cores
 from rlgen.recipe import Recipe
 from rlgen.recipe.engines import ColocatedEngineRecipe, ServerEngineRecipe, TransformersEngineRecipe
 from rlgen.recipe.rules import servers
@@ -54,10 +55,9 @@ def build_engine(recipe: Recipe, location: str, processes: Processes, logs: Path
             processes.run_all(lambda: require_free(processes.device, share, settings.kv_cache_gib))
         return ColocatedEngine(EnginePlan.of(recipe, location), wait=processes.timeout if processes.world > 1 else None)
     if isinstance(settings, ServerEngineRecipe):
-        calls = 1 + recipe.rollout.async_steps
-        if processes.world > 1:
-            return ServerEngine(SharedServerPool(processes, lambda: open_servers(recipe, settings, location, logs, say)), calls)
-        return ServerEngine(open_servers(recipe, settings, location, logs, say), calls)
+        opened = partial(open_servers, recipe, settings, location, logs, say)
+        pool = SharedServerPool(processes, opened) if processes.world > 1 else opened()
+        return ServerEngine(pool, 1 + recipe.rollout.async_steps)
     if not isinstance(settings, TransformersEngineRecipe):
         assert_never(settings)  # mypy: an engine of the recipe that nothing opens
     dtype = getattr(torch, settings.dtype or recipe.model.dtype)
@@ -71,15 +71,6 @@ def build_engine(recipe: Recipe, location: str, processes: Processes, logs: Path
         vision=vision,
         tokenizer=load_tokenizer(location, recipe.model.revision) if recipe.rollout.stop else None,
     )
-
-
-def engine_share_of(recipe: Recipe, processes: Processes) -> EngineShare:
-    """Returns which engine this process uses, and which processes share it.
-
-    Processes that share an engine make the same calls. Each process sends requests to servers independently. Raises ProcessError
-    if the world size is not a multiple of the processes per engine.
-    """
-    return EngineShare.of(processes, recipe.engine.callers)
 
 
 def open_servers(

@@ -23,7 +23,7 @@ from rlgen.engines.base import EngineInfo, Settings, wider_parameters
 from rlgen.errors import EngineError, SetupError
 from rlgen.heap import importing
 from rlgen.models.vision import decoded, with_placeholders
-from rlgen.out_of_memory import GIB, is_out_of_memory, reason
+from rlgen.out_of_memory import GIB, failure_reason, is_out_of_memory
 from rlgen.types import Image, Request, Sampling
 
 if TYPE_CHECKING:
@@ -282,7 +282,7 @@ def open_llm(vllm: Any, arguments: dict[str, Any]) -> Any:
 
 def refusal(error: Exception, what: str, helps: Sequence[str]) -> str:
     """Returns, on one line, the message of an error before vLLM's first answer; on the CPU also what may serve the model."""
-    said = without_lists(" ".join(reason(error, what, helps).split()))
+    said = without_lists(" ".join(failure_reason(error, what, helps).split()))
     return said if torch.cuda.is_available() or is_out_of_memory(error) else f"{said}; {ELSEWHERE}"
 
 

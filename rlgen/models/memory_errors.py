@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal, TypeAlias
 
 import torch
 
 from rlgen.errors import RlgenError
-from rlgen.out_of_memory import is_out_of_memory, reason
+from rlgen.out_of_memory import failure_reason, is_out_of_memory
 from rlgen.recipe import Recipe
 
 Phase: TypeAlias = Literal["load", "forward", "backward", "optimizer"]
@@ -26,13 +27,13 @@ def memory_for(what: str, helps: Sequence[str], told: type[RlgenError]) -> Itera
     except Exception as error:  # out-of-memory errors have many classes; others are raised unchanged
         if isinstance(error, RlgenError) or not is_out_of_memory(error):
             raise
-        raise told(reason(error, what, helps)) from error
+        raise told(failure_reason(error, what, helps)) from error
 
 
 def memory_advice(recipe: Recipe, phase: Phase) -> list[str]:
     """Returns the two settings that save most of the memory that a phase of the trainer needs."""
-    of_a_micro_batch = phase in ("forward", "backward")
-    return (for_a_micro_batch(recipe) if of_a_micro_batch else for_what_is_held(recipe, phase))[:2]
+    advice = for_a_micro_batch if phase in ("forward", "backward") else partial(for_what_is_held, phase=phase)
+    return advice(recipe)[:2]
 
 
 def for_a_micro_batch(recipe: Recipe) -> list[str]:
@@ -56,7 +57,7 @@ def for_what_is_held(recipe: Recipe, phase: Phase) -> list[str]:
     elif recipe.model.quantization is None and on_gpu:
         settings.append("--set model.quantization=nf4 (frozen weights in four bits)")
     if phase == "optimizer":
-        if on_gpu and recipe.engine.may_sleep:
+        if on_gpu and recipe.engine.memory == "colocated" and not recipe.engine.sleeps:
             settings.append("--set engine.sleep=true (the engine's memory is free while the trainer works)")
         if recipe.model.lora is None:
             settings.append("processes.strategy=fsdp in several processes")

@@ -164,6 +164,17 @@ class Policy(nn.Module):
             self.model.set_attn_implementation("sdpa")
         self.packed, self.unpacked = False, reason
 
+    @property
+    def attention_cost(self) -> float:
+        """Returns what it costs a token to attend to another, in costs of all else that the model computes for a token.
+
+        Counts two operations for each weight and token, and four for each pair of tokens and element of the heads.
+        """
+        config = self.model.config.get_text_config()
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        weights = sum(weight.numel() for weight in self.model.parameters())
+        return 2 * config.num_hidden_layers * config.num_attention_heads * size / weights
+
     def padding(self, batch: MicroBatch) -> int:
         """Returns the number of positions that a forward pass of `batch` computes for padding."""
         return 0 if self.packed else batch.input_ids.numel() - sum(batch.lengths[: len(batch.rows)])

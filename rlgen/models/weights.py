@@ -138,22 +138,15 @@ def adapter_factors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     The scale of a layer whose adapter is switched off is 0. Sharded tensors are gathered one by one: all processes must iterate
     over all of them.
     """
-    for own_name, layer in adapted_layers(model).items():
-        name = checkpoint_name(model, own_name)
+    for name, layer in adapted_layers(model).items():
+        if model._weight_conversions:  # W itself is held as in the checkpoint, but may have another name there
+            (name,) = loading.revert_weight_conversion(model, {name: torch.empty(1, 1, device="meta")})
         first, second = (whole(factor.detach()) for factor in factors(layer))
         if layer.fan_in_fan_out:  # type: ignore[attr-defined]  # W is stored as [in, out]
             first, second = second.T, first.T
         yield name + FIRST, first.contiguous()
         yield name + SECOND, second.contiguous()
         yield name + SCALE, torch.tensor(0.0 if layer.disable_adapters else scale(layer), dtype=torch.float64)
-
-
-def checkpoint_name(model: PreTrainedModel, name: str) -> str:
-    """Returns the name that a weight of `model`, which is held as in the checkpoint, has there."""
-    if not model._weight_conversions:
-        return name
-    (other,) = loading.revert_weight_conversion(model, {name: torch.empty(1, 1, device="meta")})
-    return str(other)
 
 
 @contextmanager

@@ -52,9 +52,12 @@ class DataRecipe(Strict):
     """Parameters of a task: source."""
 
 
-class ArithmeticOptions(Strict):
+class MadeRows(Strict):
     size: Annotated[StrictInt, Field(ge=1, le=10**6)] = 1000
     """Rows that are made."""
+
+
+class ArithmeticOptions(MadeRows):
     digits: Annotated[StrictInt, Field(ge=1, le=9)] = 2
     """Digits of each number."""
     terms: Annotated[StrictInt, Field(ge=2, le=6)] = 2
@@ -63,9 +66,7 @@ class ArithmeticOptions(Strict):
     """Operators to choose from, of + - *."""
 
 
-class ReverseOptions(Strict):
-    size: Annotated[StrictInt, Field(ge=1, le=10**6)] = 1000
-    """Rows that are made."""
+class ReverseOptions(MadeRows):
     min_length: Annotated[StrictInt, Field(ge=1, le=100)] = 3
     """Characters of the shortest word."""
     max_length: Annotated[StrictInt, Field(ge=1, le=100)] = 5
@@ -79,27 +80,21 @@ class SortOptions(ReverseOptions):
     """Characters to choose from."""
 
 
-class CountdownOptions(Strict):
-    size: Annotated[StrictInt, Field(ge=1, le=10**6)] = 1000
-    """Rows that are made."""
+class CountdownOptions(MadeRows):
     numbers: Annotated[StrictInt, Field(ge=2, le=6)] = 3
     """Numbers that a row gives."""
     largest: Annotated[StrictInt, Field(ge=2, le=100)] = 20
     """Largest of them."""
 
 
-class ColoursOptions(Strict):
-    size: Annotated[StrictInt, Field(ge=1, le=10**6)] = 1000
-    """Rows that are made."""
+class ColoursOptions(MadeRows):
     side: Annotated[StrictInt, Field(ge=2, le=512)] = 16
     """Pixels of a side of the picture."""
     texts: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.25
     """Share of rows that name the colours and have no picture."""
 
 
-class WordProblemsOptions(Strict):
-    size: Annotated[StrictInt, Field(ge=1, le=10**6)] = 1000
-    """Rows that are made."""
+class WordProblemsOptions(MadeRows):
     largest: Annotated[StrictInt, Field(ge=9, le=1000)] = 9
     """Largest of the numbers that an answer is made of; the smallest is 2."""
     two_steps: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.25

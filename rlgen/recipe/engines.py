@@ -38,11 +38,6 @@ class AnyEngineRecipe(Strict):
         """Returns whether the engine's memory is free while the trainer works."""
         return False
 
-    @property
-    def may_sleep(self) -> bool:
-        """Returns whether the engine has a setting `sleep` that is off."""
-        return False
-
 
 class VllmRecipe(AnyEngineRecipe):
     """Settings of vLLM that are the same in a colocated engine and in a server."""
@@ -95,12 +90,8 @@ class ColocatedEngineRecipe(VllmRecipe):
     def sleeps(self) -> bool:
         return self.sleep
 
-    @property
-    def may_sleep(self) -> bool:
-        return not self.sleep
 
-
-def joined(value: Any) -> Any:
+def joined_devices(value: Any) -> Any:
     """Joins a list of GPU numbers or names: [4, 5] -> "4,5". Returns anything else unchanged."""
     listed = isinstance(value, list) and value and all(type(name) in (int, str) for name in value)
     return ",".join(map(str, value)) if listed else value
@@ -109,7 +100,7 @@ def joined(value: Any) -> Any:
 Devices = Annotated[
     StrictStr,
     Field(pattern=r"^[A-Za-z0-9-]+(,[A-Za-z0-9-]+)*$"),
-    BeforeValidator(joined, json_schema_input_type=StrictStr | list[StrictInt | StrictStr]),
+    BeforeValidator(joined_devices, json_schema_input_type=StrictStr | list[StrictInt | StrictStr]),
 ]
 
 

@@ -3,12 +3,12 @@
 import hashlib
 
 from rlgen.recipe.data import DataRecipe
-from rlgen.recipe.models import EvalRecipe, Recipe, RewardRecipe
+from rlgen.recipe.models import EvalRecipe, RewardRecipe
 
 
-def data_of(recipe: Recipe, settings: EvalRecipe) -> DataRecipe:
+def data_of(settings: EvalRecipe, data: DataRecipe) -> DataRecipe:
     """Returns the data of evaluations as a section `data`: rows in their order, rendered as those of training."""
-    source, data = settings.source or recipe.data.source, recipe.data
+    source = settings.source or data.source
     same = source == data.source
     options = settings.options if settings.options is not None else data.options if same else {}
     return data.model_copy(
@@ -26,22 +26,22 @@ def data_of(recipe: Recipe, settings: EvalRecipe) -> DataRecipe:
     )
 
 
-def eval_rewards(recipe: Recipe, settings: EvalRecipe) -> list[RewardRecipe]:
+def eval_rewards(settings: EvalRecipe, rewards: list[RewardRecipe]) -> list[RewardRecipe]:
     """Returns the rewards that score evaluations."""
-    return settings.rewards if settings.rewards is not None else recipe.rewards
+    return settings.rewards if settings.rewards is not None else rewards
 
 
-def temperature_of(recipe: Recipe, settings: EvalRecipe) -> float:
-    """Returns the temperature of evaluations; 0: greedy."""
+def temperature_of(settings: EvalRecipe, trained: float) -> float:
+    """Returns the temperature of evaluations; 0: greedy. `trained` is that of training."""
     if settings.temperature is not None:
         return settings.temperature
-    return 0.0 if settings.group_size == 1 else recipe.rollout.temperature
+    return 0.0 if settings.group_size == 1 else trained
 
 
-def seed_of(recipe: Recipe) -> int:
+def seed_of(run_seed: int) -> int:
     """Returns the seed of evaluations, which follows from the run's seed.
 
     It is another one, so that the rows of a task differ from those of training, and no completion has the seed of a training
     sample.
     """
-    return int.from_bytes(hashlib.sha256(f"eval/{recipe.run.seed}".encode()).digest()[:4]) >> 1
+    return int.from_bytes(hashlib.sha256(f"eval/{run_seed}".encode()).digest()[:4]) >> 1

@@ -161,30 +161,26 @@ OTHER_TOOLS = by_word(
 )
 
 # Key that takes a mapping -> the key in it that a plain value must have meant: `model: NAME` means model.path.
-MAIN_KEYS = {
-    "run": "name",
-    "model": "path",
-    "model.lora": "rank",
-    "data": "source",
-    "data.columns": "prompt",
-    "rewards.*": "use",
-    "tools.*": "use",
-    "environment": "use",
-    "scoring": "workers",
-    "rollout": "group_size",
-    "engine": "kind",
-    "trainer": "kind",
-    "trainer.correction": "mode",
-    "trainer.correction.geometric": "max",
-    "optim": "learning_rate",
-    "checkpoint": "every",
-    "rollouts": "every",
-    "sentinel": "on_drift",
-    "health": "action",
-    "processes": "count",
-    "eval": "source",
-    "sinks.*": "kind",
-}
+MAIN_KEYS = by_word(
+    {
+        "name": "run",
+        "path": "model",
+        "rank": "model.lora",
+        "source": "data eval",
+        "prompt": "data.columns",
+        "use": "rewards.* tools.* environment",
+        "workers": "scoring",
+        "group_size": "rollout",
+        "kind": "engine trainer sinks.*",
+        "mode": "trainer.correction",
+        "max": "trainer.correction.geometric",
+        "learning_rate": "optim",
+        "every": "checkpoint rollouts",
+        "on_drift": "sentinel",
+        "action": "health",
+        "count": "processes",
+    }
+)
 
 # What a required key looks like.
 EXAMPLES = {

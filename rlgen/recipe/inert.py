@@ -83,7 +83,7 @@ def _of_rows(recipe: Recipe) -> Iterator[Inert]:
     rewards = {"rewards": recipe.rewards}
     if held is not None:
         sources["eval"], rewards["eval.rewards"] = held.source or recipe.data.source, held.rewards or []
-        if temperature_of(recipe, held) == 0:
+        if temperature_of(held, recipe.rollout.temperature) == 0:
             why = ": a greedy completion takes the most probable tokens"
             yield "eval: top_p", why, "remove it, or set eval.temperature"
     for section, source in sources.items():

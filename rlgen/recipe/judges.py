@@ -65,12 +65,12 @@ def is_secret_variable(text: str) -> str:
     return text
 
 
-class Asked(Strict):
+class ModelRewardArgs(Strict):
     pairwise: StrictBool = False
     """Compare the completions of a prompt with each other; the reward is then a win rate from 0 to 1."""
 
 
-class RewardModelArgs(Asked):
+class RewardModelArgs(ModelRewardArgs):
     path: Text
     """Folder or hub id of a sequence-classification model with one label."""
     revision: Text | None = None
@@ -91,7 +91,7 @@ class RewardModelArgs(Asked):
     """Seconds that loading the model may take, download included."""
 
 
-class JudgeArgs(Asked):
+class JudgeArgs(ModelRewardArgs):
     url: Annotated[Text, AfterValidator(is_address)]
     """Address of an OpenAI-compatible API, without /chat/completions."""
     model: Text

@@ -1,9 +1,8 @@
-"""Knows every key of a recipe and its description, and where a misplaced key belongs."""
+"""Knows every key of a recipe and its description, for the schema that editors read, and where a misplaced key belongs."""
 
-from collections.abc import Iterator
 from difflib import get_close_matches
 from functools import cache
-from typing import get_args
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
@@ -13,6 +12,10 @@ from rlgen.recipe.hints import OTHER_TOOLS, REFUSED, REFUSED_BY_KIND, RENAMED
 from rlgen.recipe.models import BUILT_IN_REWARDS, Recipe
 from rlgen.recipe.trl import OPTIONS
 
+DIALECT = "http://json-schema.org/draft-07/schema#"  # what editors' YAML servers support
+HEADER = "# yaml-language-server: $schema="  # at the top of a recipe, before a path or a URL
+EXTENDS = {"description": "A recipe that this one builds on: its values hold unless this file sets others.", "type": "string"}
+
 
 def models_of(annotation: object) -> list[type[BaseModel]]:
     """Returns the models in an annotation, such as those of a union or of a list's items."""
@@ -21,29 +24,27 @@ def models_of(annotation: object) -> list[type[BaseModel]]:
     return [model for part in get_args(annotation) for model in models_of(part)]
 
 
-def kind_of(model: type[BaseModel]) -> str | None:
+def kind_named(model: type[BaseModel]) -> str | None:
     """Returns the `kind` of a variant of a section; None if the section has no kinds."""
     return get_args(model.model_fields["kind"].annotation)[0] if "kind" in model.model_fields else None
 
 
-def _walk(model: type[BaseModel], above: str, kind: str | None) -> Iterator[tuple[str, str, str | None]]:
-    """Yields (key, dotted path, kind of its section) of every key. The keys of health rules are left out."""
-    for key, field in model.model_fields.items():
-        path = f"{above}{key}"
-        yield key, path, kind
-        inner = [one for one in models_of(field.annotation) if one is not HealthRule]
-        item = "*." if "list[" in str(field.annotation) else ""
-        for one in inner:
-            yield from _walk(one, f"{path}.{item}", kind_of(one) or kind)
-
-
 @cache
 def places_of_keys() -> dict[str, dict[str, tuple[str, ...]]]:
-    """Returns for each key its dotted paths, each with the kinds of its section that have it."""
+    """Returns for each key its dotted paths, with the kinds of their sections that have it; without the keys of health rules."""
     found: dict[str, dict[str, tuple[str, ...]]] = {}
-    for key, path, kind in _walk(Recipe, "", None):
-        kinds = found.setdefault(key, {}).get(path, ())
-        found[key][path] = kinds if kind is None or kind in kinds else (*kinds, kind)
+
+    def walk(model: type[BaseModel], above: str, kind: str | None) -> None:
+        for key, field in model.model_fields.items():
+            path = f"{above}{key}"
+            kinds = found.setdefault(key, {}).get(path, ())
+            found[key][path] = kinds if kind is None or kind in kinds else (*kinds, kind)
+            item = "*." if "list[" in str(field.annotation) else ""
+            for inner in models_of(field.annotation):
+                if inner is not HealthRule:
+                    walk(inner, f"{path}.{item}", kind_named(inner) or kind)
+
+    walk(Recipe, "", None)
     return found
 
 
@@ -63,7 +64,7 @@ def sentences(model: BaseModel, above: str = "") -> dict[str, str]:
     return found
 
 
-def places_of(key: str) -> dict[str, tuple[str, ...]]:
+def key_places(key: str) -> dict[str, tuple[str, ...]]:
     """Returns the places of a key, see `places_of_keys`; those in `eval`, which repeats keys, only if there are no others."""
     places = places_of_keys().get(key, {})
     return {path: kinds for path, kinds in places.items() if not path.startswith("eval.")} or places
@@ -86,7 +87,7 @@ def advice(name: str, general: str, kind: str, allowed: list[str]) -> str | None
         return OPTIONS[key].hint
     if key in OTHER_TOOLS:
         return OTHER_TOOLS[key]
-    if elsewhere := places_of(key):
+    if elsewhere := key_places(key):
         if general in elsewhere:
             return f"it is a key of kind {' and '.join(elsewhere[general])}"
         if key != "kind" and len(elsewhere) <= 3:
@@ -98,8 +99,34 @@ def advice(name: str, general: str, kind: str, allowed: list[str]) -> str | None
     if close := get_close_matches(key[:100], allowed, n=1):
         return f"did you mean `{close[0]}`?"
     if close := get_close_matches(key[:100], [*places_of_keys(), *OPTIONS], n=1, cutoff=0.8):
-        paths = places_of(close[0])
+        paths = key_places(close[0])
         return f"did you mean {' or '.join(f'`{path}`' for path in paths)}?" if paths else OPTIONS[close[0]].hint
     further = "an argument of vLLM goes into engine.extra; " if section == "engine" and "extra" in allowed else ""
     further = "the key says what a column is, such as `prompt: question`; " if section == "data.columns" else further
     return f"{further}keys are {', '.join(allowed)}"
+
+
+def recipe_schema() -> dict[str, Any]:
+    """Returns the JSON Schema of a recipe file.
+
+    A file may leave out what a `Recipe` requires: the run's name follows from that of the file, a health rule keeps its other
+    defaults, and a file need not repeat what the recipe that it `extends` sets.
+    """
+    schema = Recipe.model_json_schema()
+    parts = schema["$defs"]
+    for filled in ("RunRecipe", "HealthRule"):
+        del parts[filled]["required"]
+    sections = {name: parts.get(section.get("$ref", "").rpartition("/")[2], {}) for name, section in schema["properties"].items()}
+    alone = {
+        "required": [name for name in schema.pop("required") if name != "run"],
+        "properties": {name: {"required": part.pop("required")} for name, part in sections.items() if "required" in part},
+    }
+    return {
+        "$schema": DIALECT,
+        **schema,
+        "title": "rlgen recipe",
+        "description": "A run of rlgen: `rlgen train recipe.yaml`.",
+        "properties": {"extends": EXTENDS, **schema["properties"]},
+        "if": {"required": ["extends"]},
+        "else": alone,
+    }

@@ -20,9 +20,8 @@ from rlgen.recipe.inert import inert
 from rlgen.recipe.judges import MODEL_REWARDS
 from rlgen.recipe.messages import UNIONS, plain, suggest, translate
 from rlgen.recipe.models import BUILT_IN_ENVIRONMENTS, BUILT_IN_REWARDS, Recipe
-from rlgen.recipe.notices import notices, warnings
 from rlgen.recipe.paths import absolute_paths, outside
-from rlgen.recipe.rules import Finding, contradictions
+from rlgen.recipe.rules import Finding, contradictions, notices, warnings
 from rlgen.recipe.sizes import FOLLOWING, is_written
 from rlgen.recipe.source import MAX_PROBLEMS, MORE, apply_overrides, in_order, rank, read_source, rename, secrets_in
 
@@ -42,6 +41,10 @@ class LoadedRecipe:
     origins: dict[str, str]  # "trainer.beta" -> "default", "FILE:LINE:COL" or "--set N: ..."
     notices: tuple[str, ...]  # valid, but unusual
     warnings: tuple[str, ...]  # valid, but probably a mistake
+
+    @property
+    def resolved(self) -> str:
+        return dump_recipe(self.recipe)
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = (), resolved: bool = False) -> LoadedRecipe:
@@ -76,7 +79,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), resolved: bool = Fals
         problems += [Problem(MORE, f"and {len(found) - MAX_PROBLEMS} more")] if len(found) > MAX_PROBLEMS else []
     names = _Names(data, where).problems()
     if recipe is not None and not names:
-        problems += [Problem(where(_path(one)), one.what, one.hint) for one in _findings(recipe, given)]
+        problems += [Problem(where(_path(one.path)), one.what, one.hint) for one in _findings(recipe, given)]
     problems += names
     told = {problem.where for problem in problems}
     problems += [problem for problem in secrets_in(source, where) if problem.where not in told]
@@ -99,8 +102,8 @@ def effective(recipe: Recipe) -> dict[str, Any]:
     data = recipe.model_dump(mode="json")
     open_sizes = [path for path in FOLLOWING if not is_written(recipe, path)]
     for path in (*open_sizes, *(finding.path for finding in inert(recipe))):
-        *parents, key = path.split(".")
-        node = yaml.value_at(data, tuple(int(part) if part.isdigit() else part for part in parents))
+        *parents, key = _path(path)
+        node = yaml.value_at(data, tuple(parents))
         if node is not None:  # a section that the recipe leaves out
             node.pop(key, None)
     return data
@@ -163,7 +166,7 @@ class _Names:
         name = source.removeprefix("task:")
         if name in TASKS:
             return self._of_options(options, (section, "options"), TASKS[name])
-        what = f"there is no task:{yaml.shortened(name)}"
+        what = f"there is no task:{yaml.cut_short(name)}"
         return [Problem(self.where((section, "source")), what, suggest(name, list(TASKS), "tasks"))]
 
     def _of_function(self, entry: Any, place: yaml.Path) -> list[Problem]:
@@ -174,7 +177,7 @@ class _Names:
             return []
         if use in MODEL_REWARDS and use in built_in:
             return self._of_options(entry.get("args", {}), (*place, "args"), MODEL_REWARDS[use])
-        if use in built_in or re.fullmatch(REWARD_PLACE, use):
+        if use in built_in or ("://" not in use and re.fullmatch(REWARD_PLACE, use)):
             return []
         kind = "environment" if place[0] == "environment" else "reward"
         hint: str | None = "read the code, put it beside the recipe, and write file.py:function"
@@ -182,7 +185,7 @@ class _Names:
         if "://" not in use:
             what = f"is not a {f'built-in {kind}, ' if built_in else ''}file.py:function or pkg.mod:function"
             hint = _reward_place(use) or (suggest(use, built_in, f"built-in {kind}s") if built_in else None)
-        return [Problem(self.where((*place, "use")), f"`{yaml.shortened(use)}` {what}", hint)]
+        return [Problem(self.where((*place, "use")), f"`{yaml.cut_short(use)}` {what}", hint)]
 
     def _of_options(self, options: Any, section: yaml.Path, model: type[BaseModel]) -> list[Problem]:
         """Returns what is wrong with the options of a task, or the `args` of a reward, which stand at `section`."""
@@ -219,6 +222,6 @@ def _origin(places: dict[yaml.Path, str], leaf: yaml.Path) -> str:
     return places.get(leaf) or (above if above.startswith("--set") else "default")
 
 
-def _path(finding: Finding) -> yaml.Path:
-    """Returns the path of a finding's field: "rewards.1.use" -> ("rewards", 1, "use")."""
-    return tuple(int(part) if re.fullmatch(r"[0-9]{1,6}", part) else part for part in finding.path.split("."))
+def _path(dotted: str) -> yaml.Path:
+    """Returns the path of a field: "rewards.1.use" -> ("rewards", 1, "use")."""
+    return tuple(int(part) if re.fullmatch(r"[0-9]{1,6}", part) else part for part in dotted.split("."))

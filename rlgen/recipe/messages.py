@@ -10,31 +10,28 @@ from pydantic_core import ErrorDetails
 from rlgen.errors import Problem
 from rlgen.recipe import yaml
 from rlgen.recipe.engines import ColocatedEngineRecipe
-from rlgen.recipe.hints import EXAMPLES, INSTEAD, MAIN_KEYS, VALUES
+from rlgen.recipe.hints import EXAMPLES, INSTEAD, MAIN_KEYS, VALUES, by_word
 from rlgen.recipe.keys import advice, models_of
 from rlgen.recipe.models import Recipe
 from rlgen.recipe.trainers import GRPORecipe
 
-UNIONS: dict[str, type[BaseModel]] = {
-    "engine": ColocatedEngineRecipe,
-    "trainer": GRPORecipe,
-}  # the variant when a recipe names no kind
+# The variant of a section when a recipe names no kind.
+UNIONS: dict[str, type[BaseModel]] = {"engine": ColocatedEngineRecipe, "trainer": GRPORecipe}
 # Sections with a `kind`, and where pydantic inserts it into the path of an error.
 TAGS = {"engine": 1, "trainer": 1, "sinks": 2}
 UNTAGGED = ("union_tag_invalid", "union_tag_not_found")  # errors of the `kind` itself
-PLAIN_WORDS = {
-    "int_type": "must be a whole number",
-    "int_from_float": "must be a whole number",
-    "float_type": "must be a number",
-    "bool_type": "must be true or false",
-    "string_type": "must be text",
-    "finite_number": "must be a finite number",
-    "list_type": "must be a list",
-    "tuple_type": "must be a list",
-    "dict_type": "must be a mapping of keys to values",
-    "model_type": "must be a mapping of keys to values",
-    "model_attributes_type": "must be a mapping of keys to values",
-}
+MAPPING_EXPECTED = ("dict_type", "model_type", "model_attributes_type")
+PLAIN_WORDS = by_word(
+    {
+        "must be a whole number": "int_type int_from_float",
+        "must be a number": "float_type",
+        "must be true or false": "bool_type",
+        "must be text": "string_type",
+        "must be a finite number": "finite_number",
+        "must be a list": "list_type tuple_type",
+        "must be a mapping of keys to values": " ".join(MAPPING_EXPECTED),
+    }
+)
 
 PATTERNS = {  # what a text must be, where pydantic shows a regular expression
     "run.name": "letters, digits, `.`, `_` and `-`, and begin with a letter or a digit; run.dir is the folder that holds runs",
@@ -46,51 +43,42 @@ PATTERNS = {  # what a text must be, where pydantic shows a regular expression
 }
 
 NULL = "a key without a value is null: give it one, or remove it"
-SHARES = (
-    "rollout.top_p",
-    "eval.top_p",
-    "rollout.min_p",
-    "engine.gpu_memory_utilization",
-    "trainer.clip_low",
-    "trainer.top_entropy",
-)
-MAPPING_EXPECTED = ("dict_type", "model_type", "model_attributes_type")
+SHARES = {"rollout.top_p", "eval.top_p", "rollout.min_p", "trainer.clip_low", "trainer.top_entropy"} | {
+    "engine.gpu_memory_utilization"
+}
 YES_OR_NO = {"yes": True, "on": True, "1": True, "true": True, "no": False, "off": False, "0": False, "false": False}
 
 
 def translate(details: ErrorDetails, data: dict[str, Any], where: yaml.Where, model: type[BaseModel] | None = None) -> Problem:
     """Returns one pydantic error as a problem in plain words, with its position in the file."""
     loc = plain(details)
-    place = where(loc)
-    name, kind = ".".join(map(str, loc)), details["type"]
-    value = details["input"]
+    name, kind, value = ".".join(map(str, loc)), details["type"], details["input"]
     if kind == "extra_forbidden":
-        return Problem(place, *_unknown_key(loc, data, model))
-    if kind == "union_tag_not_found":
-        name, kind = f"{name}.kind", "missing"
-    if kind == "missing":
-        example = EXAMPLES.get(_general(name))
-        return Problem(place, f"`{name}` is missing", example and f"such as `{example}`")
+        return Problem(where(loc), *_unknown_key(loc, data, model))
+    if kind in UNTAGGED:
+        name = f"{name}.kind"
+    general = _general(name)
+    example = EXAMPLES.get(general) and f"such as `{EXAMPLES[general]}`"
+    if kind in ("missing", "union_tag_not_found"):
+        return Problem(where(loc), f"`{name}` is missing", example)
     if kind in ("literal_error", "union_tag_invalid"):
         expected = details.get("ctx", {}).get("expected" if kind == "literal_error" else "expected_tags", "")
         options = re.findall(r"'([^']*)'", expected)
         if kind == "union_tag_invalid":
-            name, value = f"{name}.kind", kind_at(loc, data)
-            place = where((*loc, "kind"))
+            loc, value = (*loc, "kind"), kind_at(loc, data)
         said = str(value).lower()
         hint = NULL if value is None else suggest(said, [said], None) if said in options else VALUES.get((name, said))
         hint = hint or suggest(str(value), options, None)
-        return Problem(place, f"{name}: {quoted(value)} is not one of {', '.join(options)}", hint)
+        return Problem(where(loc), f"{name}: {quoted(value)} is not one of {', '.join(options)}", hint)
     if kind == "too_short" and isinstance(value, list | dict):
-        example = EXAMPLES.get(_general(name))
-        return Problem(place, f"{name}: is empty", example and f"such as `{example}`")
-    if kind == "string_pattern_mismatch" and _general(name) in PATTERNS:
-        return Problem(place, f"{name}: {quoted(value)} must be {PATTERNS[_general(name)]}")
-    quotes = kind == "string_type" and _general(name) not in INSTEAD
-    what = ("must be text; put quotes around it" if quotes else PLAIN_WORDS.get(kind)) or details["msg"].removeprefix(
-        "Value error, "
-    ).replace("Input should", "must").replace("String should", "must")
-    return Problem(place, f"{name}: {what}, not {quoted(value)}", _instead(_general(name), kind, value))
+        return Problem(where(loc), f"{name}: is empty", example)
+    if kind == "string_pattern_mismatch" and general in PATTERNS:
+        return Problem(where(loc), f"{name}: {quoted(value)} must be {PATTERNS[general]}")
+    what = details["msg"].removeprefix("Value error, ").replace("Input should", "must").replace("String should", "must")
+    what = PLAIN_WORDS.get(kind, what)
+    if kind == "string_type" and general not in INSTEAD:
+        what = "must be text; put quotes around it"
+    return Problem(where(loc), f"{name}: {what}, not {quoted(value)}", _instead(general, kind, value))
 
 
 def _unknown_key(loc: yaml.Path, data: dict[str, Any], model: type[BaseModel] | None) -> tuple[str, str | None]:
@@ -100,9 +88,9 @@ def _unknown_key(loc: yaml.Path, data: dict[str, Any], model: type[BaseModel] | 
     section, dot, key = str(loc[-1]).rpartition(".")
     dotted = f"write `{section}: {{{key}: ...}}`: dotted keys are for --set" if dot and section else None
     hint = dotted or advice(name, _general(name), kind, list((model or _model_at(loc[:-1], data)).model_fields))
-    owner = yaml.shortened(".".join(map(str, loc[:-1])))
+    owner = yaml.cut_short(".".join(map(str, loc[:-1])))
     of = (f"`{owner}`" if owner else "a recipe") + (f" (kind: {kind})" if kind else "")
-    return f"`{yaml.shortened(str(loc[-1]))}` is not a key of {of}", hint
+    return f"`{yaml.cut_short(str(loc[-1]))}` is not a key of {of}", hint
 
 
 def _instead(general: str, kind: str, value: Any) -> str | None:
@@ -119,7 +107,7 @@ def _instead(general: str, kind: str, value: Any) -> str | None:
         if str(value).lower() in ("none", "false"):
             return "leave it out"
         shown = _as_items(MAIN_KEYS[f"{general}.*"], value)
-        return yaml.shortened(f"write `{general}: [{', '.join(shown)}]`", 200) if shown else None
+        return yaml.cut_short(f"write `{general}: [{', '.join(shown)}]`", 200) if shown else None
     if kind == "bool_type" and isinstance(value, str) and value.lower() in YES_OR_NO:
         return f"write {'true' if YES_OR_NO[value.lower()] else 'false'}"
     if kind in ("int_type", "int_from_float") and isinstance(value, float) and value.is_integer():
@@ -166,7 +154,7 @@ def _as_mapping(general: str, value: Any) -> str:
     if known:
         first = {"trainer": "grpo", "engine": "colocated"}.get(general)
         return f"write `{start}{{{main}: {first}}}`: {known}" if first else known
-    return f"write `{start}{{{main}: {yaml.shortened(str(value))}}}`"
+    return f"write `{start}{{{main}: {yaml.cut_short(str(value))}}}`"
 
 
 def _as_items(main: str, value: Any) -> list[str]:
@@ -231,4 +219,4 @@ def suggest(word: str, known: list[str], what: str | None) -> str | None:
 
 def quoted(value: Any) -> str:
     """Returns the repr of a value, shortened for a message."""
-    return yaml.shortened(repr(value))
+    return yaml.cut_short(repr(value))

@@ -86,24 +86,22 @@ def fitted(recipe: Recipe, positions: int | None, longest: int, used: int) -> Re
         used: number of prompts.
     """
     prompt, completion = recipe.data.max_prompt_tokens or longest, recipe.rollout.max_completion_tokens
+    budget, prompts = recipe.optim.micro_batch_tokens, recipe.rollout.prompts_per_step
     most, _ = window(recipe, positions)
     if not is_written(recipe, "rollout.max_completion_tokens") and most is not None:
         completion = min(completion, most - longest)
     if most is not None and prompt + completion > most:
         prompt = longest
-    budget, prompts = recipe.optim.micro_batch_tokens, recipe.rollout.prompts_per_step
     if not is_written(recipe, "optim.micro_batch_tokens"):
         budget = max(budget, prompt + completion)
     if not is_written(recipe, "rollout.prompts_per_step"):
         prompts = min(prompts, used)
-    rollout = {"max_completion_tokens": completion, "prompts_per_step": prompts}
-    return recipe.model_copy(
-        update={
-            "data": recipe.data.model_copy(update={"max_prompt_tokens": prompt}),
-            "rollout": recipe.rollout.model_copy(update=rollout),
-            "optim": recipe.optim.model_copy(update={"micro_batch_tokens": budget}),
-        }
-    )
+    sizes: dict[str, dict[str, int]] = {
+        "data": {"max_prompt_tokens": prompt},
+        "rollout": {"max_completion_tokens": completion, "prompts_per_step": prompts},
+        "optim": {"micro_batch_tokens": budget},
+    }
+    return recipe.model_copy(update={name: getattr(recipe, name).model_copy(update=new) for name, new in sizes.items()})
 
 
 def eval_prompt_limit(recipe: Recipe, settings: EvalRecipe, positions: int | None) -> PromptLimit:
@@ -148,12 +146,9 @@ def fitted_eval(recipe: Recipe, settings: EvalRecipe, positions: int | None, lon
 def what_follows(recipe: Recipe, found: Recipe) -> list[str]:
     """Returns a line for each size that was fitted: "rollout.max_completion_tokens is 452 instead of 512: ..."."""
     said = []
-    for path in FOLLOWING:
-        section, key = path.split(".")
-        if getattr(recipe, section) is None:
-            continue
-        was, now = (getattr(getattr(one, section), key) for one in (recipe, found))
+    for section, key in (path.split(".") for path in FOLLOWING):
+        was, now = (getattr(getattr(one, section), key, None) for one in (recipe, found))
         if was != now:
             instead = "" if was is None else f" instead of {was}"
-            said.append(f"{path} is {now}{instead}: it follows from model and data")
+            said.append(f"{section}.{key} is {now}{instead}: it follows from model and data")
     return said

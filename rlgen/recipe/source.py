@@ -147,7 +147,7 @@ def apply_overrides(data: dict[str, Any], places: dict[yaml.Path, str], override
     for number, override in enumerate(overrides, 1):
         dotted, equals, value = override.partition("=")
         keys = dotted.strip().split(".")
-        where, wrong = f"--set {number}: {yaml.shortened(override, 200)}", None
+        where, wrong = f"--set {number}: {yaml.cut_short(override, 200)}", None
         if len(override) > MAX_BYTES or len(keys) > yaml.MAX_DEPTH:
             wrong = "is too long"
         elif not equals or not all(keys):

@@ -26,20 +26,26 @@ class Option:
         return f"here it is {self.said}" if f".{self.name}`" in self.said else f"renamed to {self.said}"
 
 
+# Section -> its keys that TRL has by the same name.
+SAME = {
+    "model": "gradient_checkpointing",
+    "model.lora": "use_rslora",
+    "rollout": "temperature top_p top_k min_p",
+    "trainer": "delta scale_rewards normalize_advantages missing_eos_penalty",
+    "optim": "learning_rate weight_decay max_grad_norm",
+}
 # Key -> the options that it replaces.
-RENAMED = {
+RENAMED = {f"{section}.{name}": name for section, names in SAME.items() for name in names.split()} | {
     "model.path": "model_name_or_path",
     "model.revision": "model_revision",
     "model.dtype": "dtype torch_dtype bf16",
     "model.attention": "attn_implementation",
     "model.fp32_head": "cast_lm_head_to_fp32",
-    "model.gradient_checkpointing": "gradient_checkpointing",
     "model.compile": "torch_compile",
     "model.lora": "use_peft peft_config",
     "model.lora.rank": "lora_r",
     "model.lora.alpha": "lora_alpha",
     "model.lora.targets": "lora_target_modules",
-    "model.lora.use_rslora": "use_rslora",
     "model.quantization": "load_in_4bit load_in_8bit",
     "data.source": "dataset_name train_dataset",
     "data.subset": "dataset_config",
@@ -52,10 +58,6 @@ RENAMED = {
     "rollout.group_size": "num_generations",
     "rollout.max_completion_tokens": "max_completion_length max_new_tokens response_length",
     "rollout.max_turns": "max_tool_calling_iterations",
-    "rollout.temperature": "temperature",
-    "rollout.top_p": "top_p",
-    "rollout.top_k": "top_k",
-    "rollout.min_p": "min_p",
     "engine.kind": "use_vllm vllm_mode",
     "engine.model_impl": "vllm_model_impl",
     "engine.sleep": "vllm_enable_sleep_mode",
@@ -71,8 +73,6 @@ RENAMED = {
     "trainer.updates_per_rollout": "num_iterations num_ppo_epochs",
     "trainer.clip_low": "epsilon cliprange",
     "trainer.clip_high": "epsilon_high",
-    "trainer.delta": "delta",
-    "trainer.scale_rewards": "scale_rewards",
     "trainer.combine_rewards": "multi_objective_aggregation",
     "trainer.mask_truncated": "mask_truncated_completions",
     "trainer.top_entropy": "top_entropy_quantile",
@@ -84,17 +84,12 @@ RENAMED = {
     "trainer.vespo_lambda_positive": "vespo_lambda_pos",
     "trainer.vespo_k_negative": "vespo_k_neg",
     "trainer.vespo_lambda_negative": "vespo_lambda_neg",
-    "trainer.normalize_advantages": "normalize_advantages",
     "trainer.reward_clip": "reward_clip_range",
-    "trainer.missing_eos_penalty": "missing_eos_penalty",
     "trainer.correction.mode": "vllm_importance_sampling_correction vllm_importance_sampling_mode",
     "trainer.correction.max": "vllm_importance_sampling_clip_max vllm_importance_sampling_cap",
     "trainer.correction.min": "vllm_importance_sampling_clip_min",
-    "optim.learning_rate": "learning_rate",
     "optim.schedule": "lr_scheduler_type",
     "optim.warmup_steps": "warmup_steps warmup_ratio",
-    "optim.weight_decay": "weight_decay",
-    "optim.max_grad_norm": "max_grad_norm",
     "run.steps": "max_steps num_train_epochs total_episodes",
     "run.seed": "seed data_seed",
     "run.deterministic": "full_determinism",

@@ -71,7 +71,7 @@ def parse(text: str, name: str) -> Document:
         mark = error.problem_mark or error.context_mark
         assert mark is not None  # PyYAML sets one of the two
         what = " ".join(part for part in (error.context, error.problem) if part)
-        what = TOO_LARGE if what == TOO_LARGE else f"not YAML: {shortened(what, MAX_QUOTED)}"  # the message may quote a long name
+        what = TOO_LARGE if what == TOO_LARGE else f"not YAML: {cut_short(what, MAX_QUOTED)}"  # the message may quote a long name
         remedy = remedy_of(what, text.splitlines(), mark.line + 1, (error.context_mark or mark).line + 1)
         document.problems.append(Problem(reader.at(mark), what, remedy))
         return document
@@ -105,12 +105,12 @@ def remedy_of(problem: str, lines: list[str], number: int, begun: int) -> str | 
     if "single document" in problem:
         return "a recipe is one document: remove the line `---`"
     if "expected <block end>" in problem:
-        return f"`{shortened(line)}` is indented differently from the lines beside it: indent all keys of a section alike"
+        return f"`{cut_short(line)}` is indented differently from the lines beside it: indent all keys of a section alike"
     if "but got ':'" in problem or ("mapping values are not allowed" in problem and QUOTELESS.match(line)):
         return "put quotes around a value that holds a colon"
     if "mapping values are not allowed" in problem or "could not find expected ':'" in problem:
         before = [one.strip() for one in lines[:number] if NO_VALUE.match(one)]
-        return f"write a colon and a space after the key in `{shortened(before[-1])}`" if before else None
+        return f"write a colon and a space after the key in `{cut_short(before[-1])}`" if before else None
     return None
 
 
@@ -160,7 +160,7 @@ class _Reader:
             if not isinstance(key_node, yaml.ScalarNode) or NO_TEXT.search(key):
                 self.complain(key_node, "a key must be plain text")
             elif key in first:
-                self.complain(key_node, f"`{shortened(key)}` appears twice, first in line {first[key]}", "remove one")
+                self.complain(key_node, f"`{cut_short(key)}` appears twice, first in line {first[key]}", "remove one")
             else:
                 first[key] = key_node.start_mark.line + 1
                 self.document.places[(*path, key)] = self.at(key_node.start_mark)
@@ -168,7 +168,7 @@ class _Reader:
         return result
 
 
-def shortened(text: str, length: int = 60) -> str:
+def cut_short(text: str, length: int = 60) -> str:
     """Cuts a text to `length` characters, the last of which is then an ellipsis."""
     return text if len(text) <= length else text[: length - 1] + "…"
 

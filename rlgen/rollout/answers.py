@@ -131,7 +131,7 @@ def check_answer(place: int, answer: Completion, sampling: Sampling, joined: boo
         raise SentinelError(
             Fault.DROPPED_STOP_TOKEN, f"answer {place} has no ids, not even a stop token; make the engine keep it"
         )
-    by_text = sampling.stop and not joined  # `groups_of` has the tokenizer, and looks for the text
+    by_text = sampling.stop and not joined  # `build_groups` has the tokenizer, and looks for the text
     if answer.finish_reason == "stop" and sampling.regex is None and not by_text and ids[-1] not in sampling.stop_ids:
         raise SentinelError(
             Fault.DROPPED_STOP_TOKEN,

@@ -1,7 +1,8 @@
 """Splits samples into micro-batches with little padding: sorted by length, within the token budget, cut where it saves time."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 import torch
@@ -10,13 +11,15 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rlgen.losses.inputs import onto
-from rlgen.types import MicroBatch, Samples
+from rlgen.rollout.samples import Samples
+from rlgen.types import MicroBatch
 
 # Fixed cost of a micro-batch, in tokens: one more micro-batch must save more padding than that. For large train batches it is a
 # share of all tokens, so that the number of micro-batches stays bounded. With lengths exponential, log-normal or uniform up
 # to 480, padding then stays below 10 % of the completion tokens (tests/rollout/test_batch.py).
 LAUNCH_TOKENS = 48
 LAUNCH_SHARE = 0.005
+BALANCE = 1.02  # the most that a process computes, as a share of the mean, for which packed groups are not divided further
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,30 +80,115 @@ def plan(units: Sequence[Sequence[int]], lengths: Sequence[int], budget: int, pr
 
 
 def deal(
-    units: Sequence[Sequence[int]], lengths: Sequence[int], budget: int, world: int, prompts: Prompts | None = None
+    units: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    budget: int,
+    world: int,
+    prompts: Prompts | None = None,
+    attention: float = 0.0,
 ) -> list[list[list[int]]]:
-    """Returns the micro-batches of each of `world` processes; each unit goes to one process, and all get about as many tokens.
+    """Returns the micro-batches of each of `world` processes; each unit goes to one process, and all compute about as much.
 
-    All processes get the same number of micro-batches, padded with empty ones, because with sharded weights every forward pass is
-    a collective. The result depends on the arguments only: each process computes the plans of all.
+    With sharded weights every forward pass is a collective. So all processes get the same number of micro-batches, the costliest
+    first; empty ones only where there are fewer units than that. The result depends on the arguments only: each process computes
+    the plans of all.
 
     Args:
         units, lengths, budget, prompts: as in `plan`.
+        attention: what it costs a token to attend to another, in costs of all else that is computed for a token.
     """
-    hands: list[list[int]] = [[] for _ in range(world)]
-    if prompts is None:
-        by_length = sorted(range(len(units)), key=lambda unit: -sum(lengths[row] for row in units[unit]))
-        for place, unit in enumerate(by_length):
-            turn, hand = divmod(place, world)
-            hands[hand if turn % 2 == 0 else world - 1 - hand].append(unit)  # directions alternate, to balance the tokens
-    else:  # groups stay together, except those in which the next process begins
-        by_group = sorted(range(len(units)), key=lambda unit: prompts.group[units[unit][0]])
-        ends = np.cumsum([sum(lengths[row] - prompts.tokens[row] for row in units[unit]) for unit in by_group])
-        for unit, end in zip(by_group, ends.tolist(), strict=True):
-            hands[-(-end * world // int(ends[-1])) - 1].append(unit)
-    plans = [plan([units[unit] for unit in sorted(hand)], lengths, budget, prompts) for hand in hands]
-    most = max(map(len, plans))
-    return [[*mine, *([] for _ in range(most - len(mine)))] for mine in plans]
+    if not units:
+        return [[] for _ in range(world)]
+
+    def cost(rows: Sequence[int], attention: float = attention) -> float:
+        if prompts is None:
+            longest = max((lengths[row] for row in rows), default=0)
+            return len(rows) * longest * (1 + attention * longest / 2)
+        of_prompt = {prompts.group[row]: int(prompts.tokens[row]) for row in rows}
+        own = [(lengths[row] - int(prompts.tokens[row]), int(prompts.tokens[row])) for row in rows]
+        once = sum(tokens * (1 + attention * tokens / 2) for tokens in of_prompt.values())
+        return once + sum(tokens * (1 + attention * (prompt + tokens / 2)) for tokens, prompt in own)
+
+    def tokens(part: Sequence[Sequence[int]]) -> float:
+        return cost([row for unit in part for row in unit], attention=0.0)
+
+    if world == 1:
+        return [plan(units, lengths, budget, prompts)]
+    hands = balanced(units, world, cost, prompts)
+    most = max(len(plan(hand, lengths, budget, prompts)) for hand in hands)
+    while True:  # every process waits for the slowest in each pass
+        divided = [balanced(hand, most, cost, prompts) if prompts else sliced(hand, most, cost) for hand in hands]
+        if all(len(part) < 2 or tokens(part) <= budget for mine in divided for part in mine):
+            break
+        most += 1
+    full = [[[row for unit in part for row in unit] for part in mine if part] for mine in divided]
+    plans = [even(mine, most, len(units[0])) for mine in full]
+    return [sorted(mine, key=lambda rows: -cost(rows)) for mine in plans]
+
+
+def sliced(units: Sequence[Sequence[int]], count: int, cost: Callable[[Sequence[int]], float]) -> list[list[Sequence[int]]]:
+    """Cuts units, sorted by cost, into `count` parts of about equal cost: neighbours need little padding."""
+    parts: list[list[Sequence[int]]] = [[] for _ in range(count)]
+    share, before = sum(map(cost, units)) / count, 0.0
+    for unit in sorted(units, key=cost):
+        parts[min(int((before + cost(unit) / 2) / share), count - 1)].append(unit)
+        before += cost(unit)
+    return parts
+
+
+def balanced(
+    units: Sequence[Sequence[int]], world: int, cost: Callable[[Sequence[int]], float], prompts: Prompts | None
+) -> list[list[Sequence[int]]]:
+    """Divides units among processes by cost. Packed groups stay whole, or as whole as the balance allows."""
+    of_group: dict[int, list[Sequence[int]]] = {}
+    for place, unit in enumerate(units):
+        of_group.setdefault(place if prompts is None else int(prompts.group[unit[0]]), []).append(unit)
+    pieces, best, least = list(of_group.values()), [list(units)], np.inf
+    while True:
+        costs = [cost([row for unit in piece for row in unit]) for piece in pieces]
+        shares = differencing(costs, world)
+        highest = max(sum(costs[place] for place in share) for share in shares)
+        if highest < least:
+            best, least = [[unit for place in sorted(share) for unit in pieces[place]] for share in shares], highest
+        halves = [half for piece in pieces for half in (piece[: len(piece) // 2], piece[len(piece) // 2 :]) if half]
+        if highest <= BALANCE * sum(costs) / world or len(halves) == len(pieces):
+            return best
+        pieces = halves
+
+
+def differencing(costs: Sequence[float], count: int) -> list[list[int]]:
+    """Divides items into `count` shares of nearly equal cost, by Karmarkar and Karp's largest differencing (1982).
+
+    Each partition of the heap lists its shares from the costliest to the cheapest. The two whose shares differ most become one:
+    the costliest share of one joins the cheapest of the other.
+    """
+    if not costs:
+        return [[] for _ in range(count)]
+    empty: list[tuple[float, list[int]]] = [(0.0, [])] * (count - 1)
+    heap = [(-cost, place, [(cost, [place]), *empty]) for place, cost in enumerate(costs)]
+    heapify(heap)
+    while len(heap) > 1:
+        (_, place, first), (_, _, second) = heappop(heap), heappop(heap)
+        joined = [(ours + theirs, mine + others) for (ours, mine), (theirs, others) in zip(first, reversed(second), strict=True)]
+        joined.sort(key=lambda share: -share[0])
+        heappush(heap, (joined[-1][0] - joined[0][0], place, joined))
+    return [share for _, share in heap[0][2]]
+
+
+def even(micro_batches: Sequence[Sequence[int]], count: int, size: int = 1) -> list[list[int]]:
+    """Returns `count` micro-batches of the same rows: the longest are halved; empty ones are added if there are too few units.
+
+    Args:
+        size: rows of a unit, which stay together.
+    """
+    found = [list(rows) for rows in micro_batches]
+    while len(found) < count:
+        longest = max(found, key=len, default=[])
+        half = len(longest) // size // 2 * size
+        found.append(longest[half:] if half else [])
+        if half:
+            del longest[half:]
+    return found
 
 
 def collate(samples: Samples, rows: Sequence[int], device: torch.device) -> MicroBatch:

@@ -149,7 +149,7 @@ class Handle:
                     logp[start : start + length].view(np.int32) == answer.logp[:length].view(np.int32)
                 )
                 length = length if same.all() else int(same.argmin())
-                versions[start : start + length] = version_of(answer)[:length]
+                versions[start : start + length] = token_versions(answer)[:length]
         if (wrong := np.flatnonzero(sampled & (versions < 0))).size:
             at = int(wrong[0])
             raise SentinelError(
@@ -230,7 +230,7 @@ class CustomRollout:
         return found
 
 
-def version_of(answer: Completion) -> NDArray[np.int64]:
+def token_versions(answer: Completion) -> NDArray[np.int64]:
     """Returns [L], the version of the weights that sampled each token."""
     versions = np.full(len(answer.token_ids), -1, dtype=np.int64)
     for start, stop, version in answer.spans:

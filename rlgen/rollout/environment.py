@@ -136,7 +136,7 @@ def observed(rows: Rows, column: str, arena: EnvPool) -> Rows:
     replaced = False
     for start in range(0, len(rows.rows), AT_ONCE):
         some = rows.at(range(start, min(start + AT_ONCE, len(rows.rows))))
-        given = [{SEED_COLUMN: seed_of(start + place), **row} for place, row in enumerate(some)]
+        given = [{SEED_COLUMN: row_seed(start + place), **row} for place, row in enumerate(some)]
         firsts = every([begin_of(row, column) for row in given], arena.first)
         for place, (row, first) in enumerate(zip(given, firsts, strict=True), start):
             if isinstance(first, Failed):
@@ -183,6 +183,6 @@ def first_of(columns: Mapping[str, Any], column: str) -> str | None:
     return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
 
 
-def seed_of(row: int) -> int:
+def row_seed(row: int) -> int:
     """Returns a seed of 31 bits from the index of a row, so that it is the same in each run."""
     return int.from_bytes(hashlib.sha256(f"environment/{row}".encode()).digest()[:4]) >> 1

@@ -30,7 +30,7 @@ FIELDS, SEAL = struct.Struct("<4sII"), struct.Struct("<I")
 HEADER = FIELDS.size + SEAL.size
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
+class AnswerRecord(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     """One answer of the engine, with digests of the request, the engine and the weights."""
 
     group_id: int
@@ -66,13 +66,13 @@ class Rewards(msgspec.Struct, frozen=True, array_like=True, tag="rewards"):
     samples: list[dict[str, Any]]  # fields of each sample, in the order of the group
 
 
-Record = Answer | Rewards
+Record = AnswerRecord | Rewards
 Line = dict[str, Any]
 _encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Record).decode
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FramesRead:
     """The result of reading a file of frames."""
 
     records: Sequence[Record]
@@ -86,16 +86,16 @@ def frame(record: Record) -> bytes:
     return b"".join((fields, SEAL.pack(zlib.crc32(fields)), payload))
 
 
-def read_frames(path: Path) -> Found:
+def read_frames(path: Path) -> FramesRead:
     """Reads a file of frames; a missing file has none. Raises CheckpointError for a symbolic link."""
     try:
         content = read_bytes(path)
     except FileNotFoundError:
-        return Found((), 0, 0)
-    return parse(content)
+        return FramesRead((), 0, 0)
+    return parse_frames(content)
 
 
-def parse(content: bytes) -> Found:
+def parse_frames(content: bytes) -> FramesRead:
     """Returns the records whose checksums match, and counts damaged frames; after one it continues at the next valid header."""
     records: list[Record] = []
     view, at, damaged = memoryview(content), 0, 0
@@ -109,12 +109,12 @@ def parse(content: bytes) -> Found:
                 break  # an incomplete frame
             stop = len(content) if after is None else after
             damaged += 1
-        elif (record := decoded(view[at + HEADER : stop], FIELDS.unpack_from(content, at)[2])) is None:
+        elif (record := decode_record(view[at + HEADER : stop], FIELDS.unpack_from(content, at)[2])) is None:
             damaged += 1
         else:
             records.append(record)
         at = stop
-    return Found(records, damaged, at)
+    return FramesRead(records, damaged, at)
 
 
 def length_at(content: bytes, at: int) -> int | None:
@@ -132,7 +132,7 @@ def next_header(content: bytes, start: int) -> int | None:
     return next((at for at in places if length_at(content, at) is not None), None)
 
 
-def decoded(payload: memoryview, crc32: int) -> Record | None:
+def decode_record(payload: memoryview, crc32: int) -> Record | None:
     """Decodes a payload; returns None if it is damaged, or not a record of this version of rlgen."""
     if zlib.crc32(payload) != crc32:
         return None
@@ -140,7 +140,7 @@ def decoded(payload: memoryview, crc32: int) -> Record | None:
         record: Record = _decode(payload)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
-    if isinstance(record, Answer) and (len(record.token_ids) % 4 or len(record.logp) % 4):
+    if isinstance(record, AnswerRecord) and (len(record.token_ids) % 4 or len(record.logp) % 4):
         return None
     return record
 
@@ -155,7 +155,7 @@ def append_frames(path: Path, records: Sequence[Record], begun: bool) -> None:
     if not begun and path.exists():
         with written(path):
             content = read_bytes(path)
-            if (end := parse(content).end) < len(content):
+            if (end := parse_frames(content).end) < len(content):
                 os.truncate(path, end)
     append_bytes(path, b"".join(map(frame, records)), False)
 
@@ -210,7 +210,7 @@ def asked_digest(prompt_ids: Ids, seed: int, sampling: str) -> str:
     return made.hexdigest()[:16]
 
 
-def digest_of(judge: str, columns: str, samples: Sequence[Sample]) -> str:
+def rewards_digest(judge: str, columns: str, samples: Sequence[Sample]) -> str:
     """Returns the digest of all that a group's rewards depend on: reward functions, `columns_digest`, and the group's samples."""
     shape = [(s.sample_index, len(s.prompt_ids), len(s.completion_ids), s.finish_reason) for s in samples]
     made = hashlib.sha256(repr((judge, columns, shape)).encode())

@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 
 from rlgen.engines.base import EngineInfo
-from rlgen.files import append_text, flush, unwritable, written
+from rlgen.files import append_text, flush_to_disk, unwritable, written
 from rlgen.processes import Processes
 from rlgen.rollout.frames import (
-    Answer,
+    AnswerRecord,
     Line,
     Record,
     Rewards,
@@ -40,9 +40,9 @@ from rlgen.rollout.frames import (
     asked_digest,
     columns_digest,
     digest,
-    digest_of,
     mend,
     read_frames,
+    rewards_digest,
     sealed,
     sound_lines,
 )
@@ -103,13 +103,13 @@ class Journal:
         def look() -> tuple[dict[int, list[str]], list[Line]]:
             with written(folder):
                 folder.mkdir(exist_ok=True)
-                later = [path for path in sorted(folder.iterdir()) if (step_of(path) or 0) > done]
+                later = [path for path in sorted(folder.iterdir()) if (journal_step(path) or 0) > done]
             if link := next((path for path in later if path.is_symlink()), None):
                 raise unwritable(link, OSError(errno.ELOOP, "a link"))
             files: dict[int, list[str]] = {}
             for path in later:
                 if not is_start(path):
-                    files.setdefault(step_of(path) or 0, []).append(path.name)
+                    files.setdefault(journal_step(path) or 0, []).append(path.name)
             return files, [line for path in later if is_start(path) for line in sound_lines(path, say)]
 
         described = {name: value for name, value in asdict(engine).items() if name not in ("max_model_len", "cache_block")}
@@ -150,7 +150,7 @@ class Journal:
         """Writes one answer of the engine to the journal of `step`, unless another process of the same engine does so."""
         if not self.writes:
             return
-        answer = Answer(
+        answer = AnswerRecord(
             group_id=group_id,
             sample_index=sample_index,
             asked=asked_digest(c.prompt_ids, request.seed, digest(sampling)),  # the prompt that the engine reports
@@ -176,9 +176,9 @@ class Journal:
         found: dict[int, Completion] = {}
         refused: Counter[str] = Counter()
         wanted = set(places)
-        answers: dict[Place, list[Answer]] = {}  # oldest first
+        answers: dict[Place, list[AnswerRecord]] = {}  # oldest first
         for record in self.records(step):
-            if isinstance(record, Answer) and (at := (record.group_id, record.sample_index)) in wanted:
+            if isinstance(record, AnswerRecord) and (at := (record.group_id, record.sample_index)) in wanted:
                 answers.setdefault(at, []).append(record)
         with_these = digest(sampling)
         for place, (at, request) in enumerate(zip(places, requests, strict=True)):
@@ -197,7 +197,7 @@ class Journal:
     def newest_version(self, step: int) -> int:
         """Returns the newest weights that answers of earlier attempts to a step name; -1: there are no such answers."""
         if step not in self.newest:
-            answers = (record for record in self.records(step) if isinstance(record, Answer))
+            answers = (record for record in self.records(step) if isinstance(record, AnswerRecord))
             self.newest[step] = max((version for answer in answers for _, _, version in answer.spans), default=-1)
         return self.newest[step]
 
@@ -228,8 +228,8 @@ class Journal:
                 groups.setdefault(sample.group_id, []).append(sample)
         for group_id, own in groups.items():  # several processes may have trained the samples of a group
             own.sort(key=lambda sample: sample.sample_index)
-            of = digest_of(judge, columns.get(str(group_id), ""), own)
-            yield Rewards(group_id=group_id, of=of, samples=list(map(rewards_of, own)))
+            of = rewards_digest(judge, columns.get(str(group_id), ""), own)
+            yield Rewards(group_id=group_id, of=of, samples=list(map(given_rewards, own)))
 
     def say_once(self, file: str, what: str) -> None:
         """Reports a problem with a file the first time the file is read, and not again."""
@@ -237,7 +237,7 @@ class Journal:
             self.told.add(file)
             self.say(f"journal: {what}: damaged, or of another version of rlgen")
 
-    def differs(self, answer: Answer, asked: str, oldest: int) -> str | None:
+    def differs(self, answer: AnswerRecord, asked: str, oldest: int) -> str | None:
         """Returns why a stored answer cannot be reused for the present request; None if it can."""
         if answer.asked != asked:
             return "to other prompts, seeds or sampling settings"
@@ -263,7 +263,7 @@ class Journal:
             Rewards(
                 group_id=group.group_id,
                 of=self.judged(group),
-                samples=list(map(rewards_of, scored.samples)),
+                samples=list(map(given_rewards, scored.samples)),
             )
             for group, scored in zip(groups, fresh, strict=True)
         ]
@@ -285,7 +285,7 @@ class Journal:
         return scored
 
     def judged(self, group: Group) -> str:
-        return digest_of(self.judge, columns_digest(group.prompt), group.samples)
+        return rewards_digest(self.judge, columns_digest(group.prompt), group.samples)
 
     def append(self, step: int, *records: Record) -> None:
         """Appends records to this process's file of `step`; does nothing once the journal is closed. Raises CheckpointError."""
@@ -299,7 +299,7 @@ class Journal:
         for path in (self.path(step), self.start_path(step)):
             with written(path):
                 for place in (path, self.folder) if path.exists() else ():
-                    flush(place)
+                    flush_to_disk(place)
 
     def close(self) -> None:
         """Stops recording: later calls of `append` write nothing."""
@@ -336,7 +336,7 @@ class Journal:
             self.begun.discard(step)
             for name in self.files.get(step, ()) if self.rank == 0 else ():
                 if name not in own:
-                    remove(self.folder / name)
+                    remove_path(self.folder / name)
 
     def invalidate(self, step: int) -> None:
         """Removes the records of all processes from `step` on, because the sentinel found a fault in the engine that made them.
@@ -349,9 +349,9 @@ class Journal:
         """Removes all journal files of the steps `first` to `last`, except the file `kept`. Raises CheckpointError."""
         with written(self.folder):
             for path in list(self.folder.iterdir()):
-                step = step_of(path)
+                step = journal_step(path)
                 if step is not None and first <= step <= last and path != kept:
-                    remove(path)
+                    remove_path(path)
 
     def path(self, step: int, rank: int | None = None) -> Path:
         """Returns the file to which a process, this one by default, writes the records of a step."""
@@ -363,7 +363,7 @@ class Journal:
         return self.folder / f"start_{step:06d}.jsonl"
 
 
-def step_of(path: Path) -> int | None:
+def journal_step(path: Path) -> int | None:
     """Returns the step that a journal file belongs to; None for any other file."""
     name, _, _ = path.name.partition(".")
     number = name.removeprefix("start_" if is_start(path) else "step_")
@@ -375,7 +375,7 @@ def is_start(path: Path) -> bool:
     return path.name.startswith("start_") and path.suffix == ".jsonl"
 
 
-def remove(path: Path) -> None:
+def remove_path(path: Path) -> None:
     """Removes a file, or a folder with its contents. Raises OSError."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -383,9 +383,9 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def answer_of(sample: Sample, stamp: Stamp) -> Answer:
+def answer_of(sample: Sample, stamp: Stamp) -> AnswerRecord:
     """Returns a sample of the rollouts as the answer that it was."""
-    return Answer(
+    return AnswerRecord(
         group_id=sample.group_id,
         sample_index=sample.sample_index,
         asked=asked_digest(sample.prompt_ids, sample.seed, stamp["sampling"]),
@@ -401,6 +401,6 @@ def answer_of(sample: Sample, stamp: Stamp) -> Answer:
     )
 
 
-def rewards_of(sample: Sample) -> dict[str, Any]:
+def given_rewards(sample: Sample) -> dict[str, Any]:
     """Returns the fields of a sample that scoring fills in."""
     return {"rewards": dict(sample.rewards), "reward": sample.reward, "reward_errors": dict(sample.reward_errors)}

@@ -18,7 +18,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from rlgen.files import whole_file
-from rlgen.types import Prompt, Ragged, Samples, end_of_talk
+from rlgen.rollout.samples import Ragged, Samples
+from rlgen.types import Prompt, end_of_talk
 
 TOKENS = ("prompt_ids", "completion_ids", "sampler_logp", "policy_logp")  # columns of int32 or float32
 SPAN = pa.struct([(name, pa.int32()) for name in ("start", "stop", "version")])
@@ -64,18 +65,18 @@ def write_part(path: Path, rollout: Rollout, texts: Mapping[str, pa.Array], stam
         stamp: metadata that the journal needs to decide later whether the rows can be reused.
     """
     stamp = {**stamp, "crc32": checksum(rollout.samples, stamp)}
-    tables = (table(rollout, rows, texts) for rows in row_groups(rollout.samples))
+    tables = (arrow_table(rollout, rows, texts) for rows in row_groups(rollout.samples))
     first = next(tables)
     schema = first.schema.with_metadata({STAMP: json.dumps(stamp).encode()})
     streams = [f"{name}.list.element" for name in TOKENS]
-    others = [leaf for leaf in leaves(schema) if leaf not in streams]
+    others = [leaf for leaf in physical_columns(schema) if leaf not in streams]
     with (
         whole_file(path) as file,
         pq.ParquetWriter(
             file,
             schema,
             compression="zstd",
-            compression_level={leaf: TOKEN_LEVEL if leaf in streams else LEVEL for leaf in leaves(schema)},
+            compression_level={leaf: TOKEN_LEVEL if leaf in streams else LEVEL for leaf in physical_columns(schema)},
             use_dictionary=[leaf for leaf in others if leaf != "completion"],
             column_encoding=dict.fromkeys(streams, "BYTE_STREAM_SPLIT"),
             write_page_checksum=True,
@@ -97,7 +98,7 @@ def row_groups(samples: Samples) -> Iterator[slice]:
         start = stop
 
 
-def table(rollout: Rollout, rows: slice, texts: Mapping[str, pa.Array]) -> pa.Table:
+def arrow_table(rollout: Rollout, rows: slice, texts: Mapping[str, pa.Array]) -> pa.Table:
     """Builds the Arrow table of some rows, with the columns in the order that is convenient to read."""
     s = rollout.samples
     count = rows.stop - rows.start
@@ -245,7 +246,7 @@ def by_label(labels: Sequence[str], rewards: NDArray[np.float64]) -> pa.Array:
     return pa.StructArray.from_arrays(fields, names=list(labels)) if labels else pa.nulls(len(rewards))
 
 
-def leaves(schema: pa.Schema) -> list[str]:
+def physical_columns(schema: pa.Schema) -> list[str]:
     """Returns the paths of the physical columns of a file, such as "prompt_ids.list.element"."""
     sink = pa.BufferOutputStream()
     pq.write_table(schema.empty_table(), sink)

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from rlgen.rollout.frames import Answer, asked_digest, digest
-from rlgen.rollout.journal import Journal, is_start, step_of
+from rlgen.rollout.frames import AnswerRecord, asked_digest, digest
+from rlgen.rollout.journal import Journal, is_start, journal_step
 from rlgen.rollout.parquet import parts_of, read_part
 from rlgen.rollout.sample import sample_of, sample_seed
-from rlgen.types import Prompt, Samples, Sampling
+from rlgen.rollout.samples import Samples
+from rlgen.types import Prompt, Sampling
 
-Rewarded = Sequence[Mapping[str, Any]]  # of the samples of a group, as `rewards_of` returns them
+Rewarded = Sequence[Mapping[str, Any]]  # of the samples of a group, as `given_rewards` returns them
 
 
 def is_recorded(run: Path, step: int) -> bool:
@@ -32,7 +33,7 @@ def rollouts_of(run: Path, step: int) -> Path:
 
 def journal_of(run: Path, step: int) -> list[str]:
     files = sorted((run / "journal").glob(f"*_{step:06d}.*"))
-    return [file.name for file in files if step_of(file) == step and not is_start(file)]
+    return [file.name for file in files if journal_step(file) == step and not is_start(file)]
 
 
 def processes_of(run: Path, step: int) -> int:
@@ -75,10 +76,10 @@ def from_journal(
     journal = Journal(
         folder=run / "journal", rank=0, engine="", judge="", say=say, files={step: journal_of(run, step)}, closed=True
     )
-    answers: dict[int, dict[int, Answer]] = {}  # the newest ones, by group id and sample index
+    answers: dict[int, dict[int, AnswerRecord]] = {}  # the newest ones, by group id and sample index
     rewarded: dict[int, Rewarded] = {}  # the newest ones, by group id
     for record in journal.records(step):
-        if isinstance(record, Answer):
+        if isinstance(record, AnswerRecord):
             answers.setdefault(record.group_id, {})[record.sample_index] = record
         else:
             rewarded[record.group_id] = record.samples

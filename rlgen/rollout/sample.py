@@ -45,7 +45,7 @@ def rollout(
         talks = Conversations(dialogue, in_request_order(prompts, group_size), requests, sampling, version, version)
         completions = talks.sampled(lambda: engine.generate(requests, sampling, talks.finished, talks.further))
     check_answers(requests, completions, sampling, version, joined=dialogue is not None)
-    return groups_of(prompts, requests, completions, sampling, tokenizer)
+    return build_groups(prompts, requests, completions, sampling, tokenizer)
 
 
 def requests_for(prompts: Sequence[Prompt], group_size: int, run_seed: int) -> list[Request]:
@@ -61,7 +61,7 @@ def in_request_order(prompts: Sequence[Prompt], group_size: int) -> list[tuple[P
     return [(prompt, index) for prompt in prompts for index in range(group_size)]
 
 
-def groups_of(
+def build_groups(
     prompts: Sequence[Prompt],
     requests: Sequence[Request],
     completions: Sequence[Completion],

@@ -13,12 +13,12 @@ from rlgen.rollout.answers import check_answers
 from rlgen.rollout.conversations import Conversations, Dialogue
 from rlgen.rollout.custom import CustomRollout
 from rlgen.rollout.journal import Journal
-from rlgen.rollout.sample import groups_of, in_request_order, requests_for
+from rlgen.rollout.sample import build_groups, in_request_order, requests_for
 from rlgen.types import Completion, Group, Prompt, Request, Sampling
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Call:
+class StepCall:
     """The requests of one step, split into those that the journal answers and those that go to the engine.
 
     Each answer of the engine is written to the journal as soon as it arrives (`answered`).
@@ -33,7 +33,7 @@ class Call:
     found: Mapping[int, Completion]  # by index into `requests`
     asked: Sequence[int]  # indices into `requests`
     # Called when the engine has answered all requests of a prompt: with this call, the prompt, its requests and their answers.
-    prompt_answered: Callable[["Call", Prompt, Sequence[Request], Sequence[Completion]], None] | None = None
+    prompt_answered: Callable[["StepCall", Prompt, Sequence[Request], Sequence[Completion]], None] | None = None
     talks: Conversations | None = None  # of the requests of `asked`; None: their completions are one turn
     further: FollowUpQueue | None = None  # requests that may join those of `asked`, and by which they can be given up
     _arrived: dict[int, Completion] = field(default_factory=dict)  # by index into `requests`, of prompts that miss some
@@ -72,7 +72,9 @@ class Call:
         return [of_place[place] for place in range(len(self.requests))]
 
 
-MakeCall = Callable[[int, Sequence[Prompt], int], Call]  # of a step, its prompts, and the oldest version that may have sampled
+MakeCall = Callable[
+    [int, Sequence[Prompt], int], StepCall
+]  # of a step, its prompts, and the oldest version that may have sampled
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,9 +97,9 @@ class Ahead:
     max_staleness: int  # versions; samples with an older token are dropped
     in_flight: bool  # weights may change while requests are being decoded
     journal: Journal
-    pending: dict[int, tuple[Call, Pending | None]] = field(default_factory=dict)  # None: the journal has all answers
+    pending: dict[int, tuple[StepCall, Pending | None]] = field(default_factory=dict)  # None: the journal has all answers
 
-    def take(self, step: int, make_call: MakeCall) -> tuple[Call, Sequence[Completion]]:
+    def take(self, step: int, make_call: MakeCall) -> tuple[StepCall, Sequence[Completion]]:
         """Waits for the call of `step`, and submits those after it. Returns it with the engine's answers. Raises its error."""
         version = step - 1
         if step not in self.pending:
@@ -184,13 +186,13 @@ class Sampler:
             self.journal.keep(step)
         return groups, dropped
 
-    def call(self, step: int, prompts: Sequence[Prompt], oldest: int) -> Call:
+    def call(self, step: int, prompts: Sequence[Prompt], oldest: int) -> StepCall:
         """Builds the requests of `step`. Weights from version `oldest` on may have sampled the answers of the journal."""
         requests = requests_for(prompts, self.group_size, self.run_seed)
         places = in_request_order(prompts, self.group_size)
         found = self.journal.found(step, [(prompt.position, index) for prompt, index in places], requests, self.sampling, oldest)
         missing = [place for place in range(len(requests)) if place not in found]
-        call = Call(
+        call = StepCall(
             step=step,
             prompts=prompts,
             requests=requests,
@@ -211,7 +213,7 @@ class Sampler:
             call.further = FollowUpQueue()
         return call
 
-    def generate(self, call: Call) -> Sequence[Completion]:
+    def generate(self, call: StepCall) -> Sequence[Completion]:
         """Samples what the journal does not answer, turn by turn where there is a dialogue."""
         if self.custom is not None:
             given = call.prompts, call.requests, self.sampling, self.tokenizer, call.step - 1, call.answered
@@ -222,23 +224,23 @@ class Sampler:
                 raise self.given_up
         return call.sampled(lambda: self.engine.generate(call.to_engine, self.sampling, *call.hooks))
 
-    def answered(self, call: Call, answers: Sequence[Completion]) -> list[Group]:
+    def answered(self, call: StepCall, answers: Sequence[Completion]) -> list[Group]:
         """Builds the groups of a call from the engine's answers and those of the journal, which it checks in the same way."""
         self.check(call, call.to_engine, answers)
         self.check(call, [call.requests[place] for place in call.found], list(call.found.values()))
-        return groups_of(call.prompts, call.requests, call.completions(answers), self.sampling, self.tokenizer)
+        return build_groups(call.prompts, call.requests, call.completions(answers), self.sampling, self.tokenizer)
 
-    def check(self, call: Call, requests: Sequence[Request], answers: Sequence[Completion]) -> None:
+    def check(self, call: StepCall, requests: Sequence[Request], answers: Sequence[Completion]) -> None:
         """Checks answers to some requests of a call. Raises as `check_answers`."""
         joined, free = self.dialogue is not None, self.custom is not None
         check_answers(requests, answers, self.sampling, call.step - 1, call.oldest, joined, free)
 
-    def tell(self, call: Call, prompt: Prompt, requests: Sequence[Request], answers: Sequence[Completion]) -> None:
+    def tell(self, call: StepCall, prompt: Prompt, requests: Sequence[Request], answers: Sequence[Completion]) -> None:
         """Passes on the group of a prompt whose answers are all there."""
         with suppress(SentinelError):  # `answered` raises it when the whole step is there
             self.check(call, requests, answers)
             if self.group_finished is not None:
-                self.group_finished(call.step, *groups_of([prompt], requests, answers, self.sampling, self.tokenizer))
+                self.group_finished(call.step, *build_groups([prompt], requests, answers, self.sampling, self.tokenizer))
 
     def give_up(self, error: BaseException) -> None:
         """Makes the call to the engine in another thread, running or about to begin, raise `error` at its next decode step."""

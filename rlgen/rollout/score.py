@@ -10,8 +10,9 @@ from rlgen.errors import SetupError
 from rlgen.models.memory_errors import memory_for
 from rlgen.models.policy import BasePolicy, Policy
 from rlgen.processes import Processes
-from rlgen.rollout.batch import Prompts, collate, deal, plan, unpad
-from rlgen.types import Distribution, MicroBatch, Sample, Samples
+from rlgen.rollout.batch import Prompts, collate, deal, even, plan, unpad
+from rlgen.rollout.samples import Samples
+from rlgen.types import Distribution, MicroBatch, Sample
 
 Scored: TypeAlias = Policy | BasePolicy
 
@@ -98,7 +99,7 @@ def score_own(
         planned = plan([(row,) for row in range(len(samples))], samples.lengths.tolist(), budget, prompts)
         # With sharded weights every forward pass is a collective, so all ranks need the same number of them.
         most = int(processes.total(torch.tensor(len(planned)), "max"))
-        micro_batches = [*planned, *([] for _ in range(most - len(planned)))]
+        micro_batches = even(planned, most)
 
     scored = [
         (rows, forward(lambda batch: policy(batch, (distribution,)).logp, samples, rows, budget, processes)[0])

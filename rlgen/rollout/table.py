@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlgen.algorithms.base import Scores
 from rlgen.processes import Processes
-from rlgen.types import Samples
+from rlgen.rollout.samples import Samples
 
 # Columns of `Samples` that the table has as they are.
 OF_SAMPLES = (

@@ -37,14 +37,14 @@ from rlgen.files import appears, read_json
 from rlgen.models.lora import is_adapted, load_adapter
 from rlgen.models.weights import base_digest, non_finite
 from rlgen.processes import Processes
-from rlgen.run.checkpoint_folder import CheckpointFolder, Choice
-from rlgen.run.clock import Clock
-from rlgen.run.manifest import differences, read_manifest
+from rlgen.run.checkpoint_folder import CheckpointFolder, ChosenCheckpoint
+from rlgen.run.clock import PhaseClock
+from rlgen.run.manifest import changed_facts, read_manifest
 from rlgen.run.state import (
     Room,
+    load_model_weights,
     load_optimizer,
     load_shards,
-    load_weights,
     model_facts,
     optimizer_tensors,
     random_tensors,
@@ -106,7 +106,7 @@ class Checkpoints:
     def newest(self) -> int:
         return max(self.folder.steps(), default=0)
 
-    def choose(self, step: int | None = None) -> Choice:
+    def choose(self, step: int | None = None) -> ChosenCheckpoint:
         """Returns the checkpoint to resume from, see `CheckpointFolder.choose`. Call it in the main process only.
 
         Deletes unfinished saves first. Raises CheckpointError if it has values that are not finite. That is no damage: whether to
@@ -142,7 +142,7 @@ class Checkpoints:
             processor: of a model that reads images.
         """
         self.complete(wait=True)  # only one checkpoint is written at a time
-        clock, processes = Clock(), self.processes
+        clock, processes = PhaseClock(), self.processes
         moments = optimizer_tensors(model, optimizer)
         draws = processes.gather([random_tensors()])
         processes.on_main(partial(self.folder.begin, at.step))
@@ -231,7 +231,7 @@ def load_checkpoint(
         if is_adapted(model):
             load_adapter(path, model, base or base_digest(model))
         else:
-            load_weights(path, model)
+            load_model_weights(path, model)
         if (path / "state" / "optimizer").is_dir():
             load_shards(path / "state" / "optimizer", model, optimizer)
         else:
@@ -265,7 +265,7 @@ def check_fit(path: Path, model: PreTrainedModel, trainer: str | None) -> None:
         raise CheckpointError(f"{path} holds no adapter: it is a checkpoint of a run without model.lora, which is set now")
     if was is not None and lora is None:
         raise CheckpointError(f"{path} holds an adapter only: it is a checkpoint of a run with model.lora, which is unset now")
-    if was is not None and (other := [f"model.lora.{text}" for text in differences(was, lora)]):
+    if was is not None and (other := [f"model.lora.{text}" for text in changed_facts(was, lora)]):
         raise CheckpointError(f"{path} is a checkpoint of another adapter: {'; '.join(other)}")
-    if other := differences(before, now):
+    if other := changed_facts(before, now):
         raise CheckpointError(f"{path} is a checkpoint of another model: {'; '.join(other)}")

@@ -11,15 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlgen.errors import CheckpointError, DamagedCheckpoint, UsageError
-from rlgen.files import flush, written
+from rlgen.files import flush_to_disk, written
 from rlgen.run.manifest import check_files
 
 WRITING, REMOVING, ASIDE = ".writing_", ".removing_", "set_aside"
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """The checkpoint to resume from. Choice(step=20, path=.../step_000020, later=(.../step_000030,), notices=("...",))"""
+class ChosenCheckpoint:
+    """The checkpoint to resume from.
+
+    ChosenCheckpoint(step=20, path=.../step_000020, later=(.../step_000030,), notices=("...",))
+    """
 
     step: int  # 0: no checkpoint exists
     path: Path | None
@@ -59,11 +62,11 @@ class CheckpointFolder:
             return False
         return True
 
-    def choose(self, step: int | None) -> Choice:
+    def choose(self, step: int | None) -> ChosenCheckpoint:
         """Returns the newest undamaged checkpoint, or that of `step`, after comparing every byte of it with its SHA-256.
 
-        Returns `Choice(step=0, path=None, ...)` if there is no checkpoint at all and `step` is None. Raises UsageError if there
-        is none of `step`, and DamagedCheckpoint if that one, or all, are damaged.
+        Returns `ChosenCheckpoint(step=0, path=None, ...)` if there is no checkpoint at all and `step` is None. Raises UsageError
+        if there is none of `step`, and DamagedCheckpoint if that one, or all, are damaged.
         """
         found = self.steps()
         if step is not None and step not in found:
@@ -78,13 +81,13 @@ class CheckpointFolder:
                 continue
             later = tuple(path for other, path in found.items() if other > number)
             notices = tuple(f"DAMAGED CHECKPOINT: {text}; resuming from step {number} instead" for text in damaged)
-            return Choice(step=number, path=found[number], later=later, notices=notices)
+            return ChosenCheckpoint(step=number, path=found[number], later=later, notices=notices)
         if damaged:
             raise DamagedCheckpoint(
                 "no good checkpoint to resume from: " + "; ".join(damaged) + ". Restore the files, name another checkpoint with"
                 " --resume-step, or start again with --clean"
             )
-        return Choice(step=0, path=None, later=(), notices=())
+        return ChosenCheckpoint(step=0, path=None, later=(), notices=())
 
     def rotate(self, keep: int, pinned: int | None = None) -> list[Path]:
         """Removes the checkpoints that are older than the `keep` newest complete ones, except `pinned`; returns their paths.
@@ -104,7 +107,7 @@ class CheckpointFolder:
         with written(path):
             shutil.rmtree(doomed, ignore_errors=True)
             path.rename(doomed)
-            flush(self.root)
+            flush_to_disk(self.root)
         shutil.rmtree(doomed, ignore_errors=True)  # what cannot be deleted now is deleted by `sweep` at the next start
 
     def set_aside(self, path: Path) -> Path:
@@ -116,7 +119,7 @@ class CheckpointFolder:
                 number += 1
                 place = place.with_name(f"{path.name}.{number}")
             path.rename(place)
-            flush(self.root)
+            flush_to_disk(self.root)
         return place
 
     def aside(self) -> list[Path]:

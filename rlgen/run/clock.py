@@ -19,7 +19,7 @@ TIMES: dict[Phase, Metric] = {
 LAST = 50  # steps whose mean time predicts the remaining steps: enough to include several evaluations
 
 
-class Clock:
+class PhaseClock:
     """Counts seconds by phase. Phases do not overlap, so that their sum is at most the time of the step."""
 
     def __init__(self) -> None:

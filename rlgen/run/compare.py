@@ -34,7 +34,7 @@ class Difference:
     right: Any
 
     def __str__(self) -> str:
-        return f"{self.file}, step {self.step}, {self.key}: {shown(self.left)} and {shown(self.right)}"
+        return f"{self.file}, step {self.step}, {self.key}: {shortened_repr(self.left)} and {shortened_repr(self.right)}"
 
 
 def first_difference(left: Path, right: Path) -> Difference | None:
@@ -43,23 +43,27 @@ def first_difference(left: Path, right: Path) -> Difference | None:
     Compares the metrics of all steps except times, all samples, and all checkpoints: both runs must have the same ones, with
     equal weights, optimizer state, schedule, data position and random states.
     """
-    # Rollouts come first: the step learned from them.
-    kinds = (rollouts("rollouts", left, right), rollouts("evals", left, right), metrics(left, right), checkpoints(left, right))
+    kinds = (
+        rollout_differences("rollouts", left, right),  # first: the step learned from them
+        rollout_differences("evals", left, right),
+        metric_differences(left, right),
+        checkpoint_differences(left, right),
+    )
     found = [difference for kind in kinds for difference in islice(kind, 1)]
     return min(found, key=lambda difference: difference.step, default=None)
 
 
-def metrics(left: Path, right: Path) -> Iterator[Difference]:
+def metric_differences(left: Path, right: Path) -> Iterator[Difference]:
     name = "metrics.jsonl"
     lines = [RunDirectory(run, None).read_metrics() for run in (left, right)]
     ours, theirs = ({line["step"]: line for line in side} for side in lines)
     for step in sorted(ours.keys() | theirs.keys()):
-        yield from records(name, step, ours.get(step), theirs.get(step))
+        yield from record_differences(name, step, ours.get(step), theirs.get(step))
     if len(lines[0]) != len(lines[1]):  # one step twice
         yield Difference(name, max(ours | theirs), "lines", len(lines[0]), len(lines[1]))
 
 
-def rollouts(folder: str, left: Path, right: Path) -> Iterator[Difference]:
+def rollout_differences(folder: str, left: Path, right: Path) -> Iterator[Difference]:
     steps = sorted({step for run in (left, right) for step in rollout_steps(run / folder)})
     for step in steps:
         name = f"{folder}/step_{step:06d}.parquet"
@@ -89,7 +93,7 @@ def unequal_row(left: pa.Table, right: pa.Table, name: str) -> int | None:
     return next((row for row, (one, other) in enumerate(rows) if repr(one.as_py()) != repr(other.as_py())), None)
 
 
-def records(file: str, step: int, left: Any, right: Any) -> Iterator[Difference]:
+def record_differences(file: str, step: int, left: Any, right: Any) -> Iterator[Difference]:
     if not isinstance(left, Mapping) or not isinstance(right, Mapping):
         if left is not right:
             yield Difference(file, step, "all of it", left, right)
@@ -101,7 +105,7 @@ def records(file: str, step: int, left: Any, right: Any) -> Iterator[Difference]
             yield Difference(file, step, key, left.get(key, THERE[False]), right.get(key, THERE[False]))
 
 
-def checkpoints(left: Path, right: Path) -> Iterator[Difference]:
+def checkpoint_differences(left: Path, right: Path) -> Iterator[Difference]:
     names = sorted({path.name for run in (left, right) for path in (run / "checkpoints").glob("step_*")})
     for name in names:
         folders = [run / "checkpoints" / name for run in (left, right)]
@@ -112,12 +116,12 @@ def checkpoints(left: Path, right: Path) -> Iterator[Difference]:
                 yield Difference(place, step, "file", THERE[file in files[0]], THERE[file in files[1]])
             elif file.endswith(".json"):
                 ours, theirs = (json.loads((folder / file).read_text(encoding="utf-8")) for folder in folders)
-                yield from records(place, step, ours, theirs)
+                yield from record_differences(place, step, ours, theirs)
             else:
-                yield from tensors(place, step, *(folder / file for folder in folders))
+                yield from tensor_differences(place, step, *(folder / file for folder in folders))
 
 
-def tensors(file: str, step: int, left: Path, right: Path) -> Iterator[Difference]:
+def tensor_differences(file: str, step: int, left: Path, right: Path) -> Iterator[Difference]:
     ours, theirs = load_file(left), load_file(right)
     for name in sorted(ours.keys() | theirs.keys()):
         if name not in ours or name not in theirs:
@@ -140,6 +144,6 @@ def same_value(left: Any, right: Any) -> bool:
     return both_nan or (left == right and type(left) is type(right))
 
 
-def shown(value: Any) -> str:
+def shortened_repr(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

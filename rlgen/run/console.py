@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -84,28 +84,28 @@ def hush(stream: IO[str]) -> None:
     os.close(descriptor)
 
 
-def apart(stream: TextIO) -> TextIO:
+def own_stream(stream: TextIO) -> TextIO:
     """Returns a stream that leads to where `stream` leads now, even if descriptors 1 and 2 lead elsewhere later."""
     try:
-        number = stream.fileno()
+        descriptor = stream.fileno()
     except (OSError, ValueError, AttributeError):  # no file: a notebook, a test
         return stream
-    if number not in OUTPUTS:
+    if descriptor not in OUTPUTS:
         return stream
-    return open(os.dup(number), "w", encoding=stream.encoding, errors="backslashreplace", buffering=1)
+    return open(os.dup(descriptor), "w", encoding=stream.encoding, errors="backslashreplace", buffering=1)
 
 
 def release(stream: TextIO) -> None:
-    """Closes a stream that `apart` opened; standard streams stay open."""
+    """Closes a stream that `own_stream` opened; standard streams stay open."""
     if stream not in (sys.stdout, sys.stderr):
         with suppress(OSError):  # what it still holds cannot be written
             stream.close()
 
 
-class Console:
+class Console(AbstractContextManager["Console"]):
     """Prints a run as plain lines. The record of a run is `metrics.jsonl`; a console is only a view of it.
 
-    `quiet` prints nothing, as all processes but the main one. A `file` that `apart` opened is closed with the console.
+    `quiet` prints nothing, as all processes but the main one. A `file` that `own_stream` opened is closed with the console.
     """
 
     def __init__(self, steps: int, quiet: bool = False, file: TextIO | None = None, notebook: bool = False) -> None:
@@ -113,9 +113,6 @@ class Console:
         self.file = file or sys.stdout
         self.terminal = Terminal(quiet, file, notebook)
         self.seconds: list[float] = []  # of the steps of this attempt
-
-    def __enter__(self) -> "Console":
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
@@ -207,9 +204,9 @@ def evaluation_line(record: Record, steps: int) -> str:
     interval = "" if low is None or high is None else f" ({low:.3f} to {high:.3f})"
     return (
         f"eval {record[Metric.STEP]:>{len(str(steps))}}/{steps}"
-        f"  reward {number(record[Metric.EVAL_REWARD_MEAN])}{interval}"
-        f"  pass@1 {number(record.get(Family.EVAL_PASS.of('1')))}"
-        f"  length {number(record.get(Metric.EVAL_MEAN_TOKENS), '.1f')}"
+        f"  reward {number_text(record[Metric.EVAL_REWARD_MEAN])}{interval}"
+        f"  pass@1 {number_text(record.get(Family.EVAL_PASS.of('1')))}"
+        f"  length {number_text(record.get(Metric.EVAL_MEAN_TOKENS), '.1f')}"
     )
 
 
@@ -221,17 +218,17 @@ def step_line(record: Record, steps: int, left: float | None = None) -> str:
     time = "" if left is None else f"  left {as_clock(left)}"
     line = f"step {record[Metric.STEP]:>{len(str(steps))}}/{steps}"
     for part in (
-        f"reward {number(record.get(Metric.REWARD_MEAN))} ±{number(record.get(Metric.REWARD_STD), '.2f')}",
-        f"loss {number(record.get(Metric.LOSS), '+.4f')}",
-        f"Δ {number(record.get(Metric.SAMPLER_DELTA_MAX), '.0e').replace('e-0', 'e-')}",
-        f"{in_thousands(speed(record))} tok/s",
+        f"reward {number_text(record.get(Metric.REWARD_MEAN))} ±{number_text(record.get(Metric.REWARD_STD), '.2f')}",
+        f"loss {number_text(record.get(Metric.LOSS), '+.4f')}",
+        f"Δ {number_text(record.get(Metric.SAMPLER_DELTA_MAX), '.0e').replace('e-0', 'e-')}",
+        f"{in_thousands(tokens_per_second(record))} tok/s",
     ):
         if len(line) + len(part) + 2 + len(time) <= WIDTH:
             line += f"  {part}"
     return line + time
 
 
-def speed(record: Record) -> float | None:
+def tokens_per_second(record: Record) -> float | None:
     """Returns the tokens sampled in each second of a step."""
     tokens, seconds = record.get(Metric.TOKENS_GENERATED), record.get(Metric.TIME_STEP)
     return tokens / seconds if tokens is not None and seconds else None
@@ -240,12 +237,12 @@ def speed(record: Record) -> float | None:
 def in_thousands(value: float | None) -> str:
     """Returns a number of at most four characters: "803", "1.2k", "12k", "3.4M"."""
     if value is None or value < 999.5:
-        return number(value, ".0f")
+        return number_text(value, ".0f")
     scaled, unit = (value / 1e6, "M") if value >= 999_500 else (value / 1e3, "k")
     return f"{scaled:.1f}{unit}" if scaled < 9.95 else f"{scaled:.0f}{unit}"
 
 
-def number(value: float | None, form: str = ".3f") -> str:
+def number_text(value: float | None, form: str = ".3f") -> str:
     return "–" if value is None else format(value, form)
 
 

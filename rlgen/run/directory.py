@@ -340,16 +340,16 @@ def json_line(record: dict[str, Any]) -> str:
     try:
         text = json.dumps(record, ensure_ascii=False, allow_nan=False)
     except ValueError:
-        text = json.dumps(finite(record), ensure_ascii=False, allow_nan=False)
+        text = json.dumps(without_nonfinite(record), ensure_ascii=False, allow_nan=False)
     return printable_json(text) + "\n"
 
 
-def finite(value: Any) -> Any:
+def without_nonfinite(value: Any) -> Any:
     """Returns a copy of `value` in which every float that is not finite is None."""
     if isinstance(value, Mapping):
-        return {key: finite(inner) for key, inner in value.items()}
+        return {key: without_nonfinite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(inner) for inner in value]
+        return [without_nonfinite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

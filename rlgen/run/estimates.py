@@ -12,7 +12,7 @@ LEVEL = 0.95  # of the intervals
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class MeanEstimate:
     """A mean with its 95 % interval. Estimate(mean=0.5, low=0.43, high=0.57); no interval: fewer than two values."""
 
     mean: float | None
@@ -29,7 +29,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
-def mean_of_prompts(values: Sequence[float]) -> Estimate:
+def mean_of_prompts(values: Sequence[float]) -> MeanEstimate:
     """Returns the mean of one value for each prompt, with Student's t-interval.
 
     Prompts are drawn, and the completions of a prompt are not independent. So the interval is over prompts: clustered standard
@@ -37,11 +37,11 @@ def mean_of_prompts(values: Sequence[float]) -> Estimate:
     do not depend on the order of the values.
     """
     if len(values) < 2:
-        return Estimate(values[0] if values else None, None, None)
+        return MeanEstimate(values[0] if values else None, None, None)
     mean = statistics.fmean(values)
     variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
     half = student(len(values) - 1) * math.sqrt(variance / len(values))
-    return Estimate(mean, mean - half, mean + half)
+    return MeanEstimate(mean, mean - half, mean + half)
 
 
 @cache

@@ -158,11 +158,12 @@ SIGNS = {
 def rules_of(recipe: Recipe) -> tuple[Rule, ...]:
     """Returns the rules that apply to this recipe and are not set to ignore."""
     useless = {finding.path for finding in inert(recipe)}
+    wholes = {"unscored": recipe.samples_per_step, "length": recipe.rollout.max_completion_tokens}
     return tuple(
         Rule(
             name=name,
             sign=SIGNS[name],
-            value=value_of(name, recipe),
+            value=measured_value(SIGNS[name].value, wholes.get(name)),
             threshold=setting.threshold,
             steps=setting.steps,
             action=setting.action or recipe.health.action,
@@ -172,12 +173,10 @@ def rules_of(recipe: Recipe) -> tuple[Rule, ...]:
     )
 
 
-def value_of(name: str, recipe: Recipe) -> Measured:
-    """Returns how the value of a rule follows from the metrics of a step. That of a share is at most 1."""
-    value = SIGNS[name].value
+def measured_value(value: str | Measured, whole: int | None) -> Measured:
+    """Returns how the value of a rule follows from the metrics of a step. That of a share of `whole` is at most 1."""
     if callable(value):
         return value
-    whole = {"unscored": recipe.samples_per_step, "length": recipe.rollout.max_completion_tokens}.get(name)
     if whole is None:
         return lambda record: record.get(value)
     return lambda record: None if record.get(value) is None else min(1.0, record[value] / whole)

@@ -73,8 +73,8 @@ def restarted(environment: Mapping[str, str]) -> bool:
 def launched_by() -> list[Any]:
     """Returns the host, the pid and the start time of the parent process; the last in seconds after its machine started.
 
-    The start time is computed as in `processes.born`; None if it cannot be read. It is needed because pids repeat in containers:
-    a new launch is likely to have the pid of an earlier one.
+    The start time is that of `processes.born`; None if it cannot be read. Pids repeat in containers: without it, a new launch
+    could be taken for an earlier one.
     """
     number = os.getppid()
     try:

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import NamedTuple, TextIO
 
 from rich.cells import cell_len
@@ -27,15 +26,15 @@ from rlgen.run.console import (
     JsonConsole,
     Progress,
     Record,
-    apart,
     evaluation_line,
     in_notebook,
     in_thousands,
-    number,
-    speed,
+    number_text,
+    own_stream,
     takes_live_view,
+    tokens_per_second,
 )
-from rlgen.run.health import Measured, Rule, clipped, ref_kl, rules_of
+from rlgen.run.health import Measured, clipped, ref_kl, rules_of
 
 REFRESHES = 2  # a second
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -87,7 +86,7 @@ GROUPS: dict[str, tuple[Cell, ...]] = {
         Cell("effective samples", Metric.IS_ESS_RAW, ".1%", "ess"),
     ),
     "throughput": (
-        Cell("tokens/s", speed, "k"),
+        Cell("tokens/s", tokens_per_second, "k"),
         Cell("s/step", Metric.TIME_STEP, ".2f"),
         Cell("sample", share_of_step(Metric.TIME_GENERATE), ".0%"),
         Cell("train", share_of_step(Metric.TIME_TRAIN), ".0%"),
@@ -99,23 +98,18 @@ GROUPS: dict[str, tuple[Cell, ...]] = {
 }
 
 
-@dataclass(slots=True, kw_only=True)
 class View:
     """What is shown of a run, and how it is drawn into lines of a given width."""
 
-    name: str
-    steps: int
-    rules: dict[str, Rule]
-    rewards: list[float | None] = field(default_factory=list)  # by step, from step 1
-    last: Record = field(default_factory=dict)  # of the last step
-    evaluated: str = ""  # the line of the last evaluation
-    examples: Sequence[Example] = ()
-    notice: str = ""  # the answer to a signal
-    left: float | None = None  # seconds that the steps to come may take, when the last one ended
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> "View":
-        return cls(name=recipe.run.name, steps=recipe.run.steps, rules={rule.name: rule for rule in rules_of(recipe)})
+    def __init__(self, recipe: Recipe) -> None:
+        self.name, self.steps = recipe.run.name, recipe.run.steps
+        self.rules = {rule.name: rule for rule in rules_of(recipe)}
+        self.rewards: list[float | None] = []  # by step, from step 1
+        self.last: Record = {}  # of the last step
+        self.evaluated = ""  # the line of the last evaluation
+        self.examples: Sequence[Example] = ()
+        self.notice = ""  # the answer to a signal
+        self.left: float | None = None  # seconds that the steps to come may take, when the last one ended
 
     def add(self, record: Record) -> None:
         if Metric.EVAL_REWARD_MEAN in record:
@@ -139,7 +133,8 @@ class View:
             drawn.append(titled("evaluation", self.evaluated, width))
         if height >= SAMPLES:
             for example in self.examples:
-                drawn.append(titled(f"sample {number(example.reward, '+.2f')}", " ".join(example.prompt.split()), width, DIM))
+                reward = number_text(example.reward, "+.2f")
+                drawn.append(titled(f"sample {reward}", " ".join(example.prompt.split()), width, DIM))
                 drawn.append(titled("", f"→ {' '.join(example.completion.split())}", width))
         if self.notice:
             drawn.append(cropped(Text(self.notice, style=BAD), width))
@@ -169,7 +164,7 @@ class View:
         """Returns a number with its label, and its style: bad if its rule is broken, doubtful if only this step is beyond it."""
         value, rule = cell.value(self.last), self.rules.get(cell.rule)
         assert value is not None
-        text = f"{cell.label} {in_thousands(value) if cell.form == 'k' else number(value, cell.form)}"
+        text = f"{cell.label} {in_thousands(value) if cell.form == 'k' else number_text(value, cell.form)}"
         if self.last.get(Family.HEALTH.of(cell.rule)):
             return f"! {text}", BAD
         measured = None if rule is None else rule.value(self.last)
@@ -219,9 +214,9 @@ def cropped(text: Text, width: int) -> Text:
 class LiveConsole(Console):
     """Draws the view of a run on a terminal, and prints messages above it."""
 
-    def __init__(self, recipe: Recipe, file: TextIO | None) -> None:
-        super().__init__(recipe.run.steps, False, file, in_notebook())
-        self.view = View.of(recipe)
+    def __init__(self, view: View, file: TextIO | None) -> None:
+        super().__init__(view.steps, False, file, in_notebook())
+        self.view = view
         self._began, self._ended = time.monotonic(), 0.0  # this attempt, and its last step
         self._live = Live(
             self,
@@ -272,9 +267,9 @@ class LiveConsole(Console):
 
 def open_console(progress: Progress, recipe: Recipe, quiet: bool) -> Console:
     """Returns the console that `rlgen train --progress` names. It stays on the screen when descriptors 1 and 2 lead elsewhere."""
-    steps, screen = recipe.run.steps, apart(sys.stdout)
+    steps, screen = recipe.run.steps, own_stream(sys.stdout)
     if progress == "json":
-        return JsonConsole(steps, quiet, screen, apart(sys.stderr))
+        return JsonConsole(steps, quiet, screen, own_stream(sys.stderr))
     if quiet or progress == "plain" or not takes_live_view(screen):
         return Console(steps, quiet, screen)
-    return LiveConsole(recipe, screen)
+    return LiveConsole(View(recipe), screen)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlgen.errors import CheckpointError, DamagedCheckpoint
-from rlgen.files import flush, flush_tree, read_json, write_json
+from rlgen.files import flush_folder, flush_to_disk, read_json, write_json
 
 FORMAT = 2
 NAME = "manifest.json"
@@ -52,12 +52,12 @@ class Manifest:
 
 def seal(folder: Path, facts: Mapping[str, Any]) -> Manifest:
     """Flushes every file in `folder`, and writes the manifest. The checkpoint is complete when this returns."""
-    flush_tree(folder)
+    flush_folder(folder)
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     manifest = Manifest(**facts, files=hashed(folder, names))
     content = asdict(manifest)
-    write_json(folder / NAME, {**content, "sha256": digest(content)})
-    flush(folder)
+    write_json(folder / NAME, {**content, "sha256": manifest_digest(content)})
+    flush_to_disk(folder)
     return manifest
 
 
@@ -75,7 +75,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedCheckpoint(f"{folder}: {NAME} is missing: the checkpoint was never finished") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(f"{folder}: {NAME} cannot be read: {error}") from error
-    if digest(content) != own:
+    if manifest_digest(content) != own:
         raise DamagedCheckpoint(f"{folder}: {NAME} has changed since it was written")
     check_format(folder, content.get("format", FORMAT))
     return Manifest(**{**content, "files": {name: File(**file) for name, file in content["files"].items()}})
@@ -150,10 +150,10 @@ def hash_file(path: Path) -> File:
         return File(size=os.fstat(file.fileno()).st_size, sha256=sha256)
 
 
-def digest(content: Mapping[str, Any]) -> str:
+def manifest_digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def changed_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Returns what differs between two mappings, in words: ["hidden_size was 64 and is 128", ...]."""
     return [f"{key} was {before.get(key)} and is {now.get(key)}" for key in {**before, **now} if before.get(key) != now.get(key)]

@@ -14,7 +14,7 @@ from rlgen.losses.advantages import zero_variance
 from rlgen.metrics import Family, Metric
 from rlgen.rollout.table import CAUSES as FAILED
 from rlgen.rollout.table import RowTable
-from rlgen.run.estimates import Estimate, mean_of_prompts, pass_at_k
+from rlgen.run.estimates import MeanEstimate, mean_of_prompts, pass_at_k
 
 # Why rewards fail, and the metric that counts the samples of each.
 CAUSES = {
@@ -27,7 +27,7 @@ CAUSES = {
 ROUNDING = 1e-9  # a weighted sum of rewards may fall this much below the threshold that it reaches
 
 
-def as_text(value: float | None) -> float | str | None:
+def finite_or_text(value: float | None) -> float | str | None:
     """Returns a finite number or None unchanged, and any other number as text ("nan", "inf"), which JSON can hold."""
     return value if value is None or math.isfinite(value) else str(value)
 
@@ -125,14 +125,14 @@ def by_prompt(table: RowTable, values: NDArray[np.float64]) -> list[list[float]]
     return list(found.values())
 
 
-def chance_of(rewards: Sequence[Sequence[float]], k: int, threshold: float) -> Estimate:
+def chance_of(rewards: Sequence[Sequence[float]], k: int, threshold: float) -> MeanEstimate:
     """Returns pass@k over the prompts with `k` scored completions or more, from the rewards of each prompt."""
     enough = [values for values in rewards if len(values) >= k]
     correct = [sum(value >= threshold - ROUNDING for value in values) for values in enough]
     found = mean_of_prompts([pass_at_k(len(values), right, k) for values, right in zip(enough, correct, strict=True)])
     if found.low is None or found.high is None:
         return found
-    return Estimate(found.mean, max(found.low, 0.0), min(found.high, 1.0))  # Student's interval knows no range
+    return MeanEstimate(found.mean, max(found.low, 0.0), min(found.high, 1.0))  # Student's interval knows no range
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -19,12 +19,13 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from rlgen.errors import CheckpointError
-from rlgen.files import flush, written
+from rlgen.files import flush_to_disk, written
 from rlgen.rollout.frames import columns_digest
 from rlgen.rollout.parquet import FIXED, OF_TURNS, DataColumns, Rollout, Stamp, parts_of, write_part
 from rlgen.rollout.read import rollout_steps
 from rlgen.rollout.sample import last_turn
-from rlgen.types import Ids, Prompt, Sample, Samples, whole_conversation
+from rlgen.rollout.samples import Samples
+from rlgen.types import Ids, Prompt, Sample, whole_conversation
 
 WAITING = 2  # steps that may be queued for the disk before `write` blocks
 DECODED = 256  # completions that are decoded in one call
@@ -89,7 +90,7 @@ class RolloutWriter:
         texts, digests = self.texts(rollout.samples)
         write_part(part, rollout, texts, {**stamp, "columns": digests, **({"turns": True} if self.turns else {})})
         with written(part):
-            flush(part.parent)
+            flush_to_disk(part.parent)
         self.unfinished.append(rollout.step)
         self._tell()
         if self.rank == 0 and self.keep is not None:

@@ -75,9 +75,8 @@ class StopRequest:
 
     Args:
         launched: whether a launcher started this process. A launcher passes on signals that the terminal has already sent to all
-            processes, and sends SIGTERM to the remaining processes when one has ended; so its repeated signals do not count as a
-            second request. Only a second SIGINT does, if it comes `ECHO_SECONDS` after the first signal or later. The launcher
-            kills after 30 seconds. If the launcher itself is gone, nothing supervises its processes: they stop, too.
+            processes, and sends SIGTERM to the rest when one has ended; so its repeated signals are no second request. Only a
+            second SIGINT is, `ECHO_SECONDS` after the first signal or later. If the launcher is gone, its processes stop, too.
         answer: called at once, inside the signal handler, with what a signal leads to. It must not wait for anything.
     """
 

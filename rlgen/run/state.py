@@ -61,7 +61,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def load_weights(path: Path, model: PreTrainedModel) -> None:
+def load_model_weights(path: Path, model: PreTrainedModel) -> None:
     """Copies the weights in `path` into `model`, in place, so that the optimizer keeps its parameters.
 
     Reads one tensor at a time; of a sharded one only this process's shard, unless it is converted from others.

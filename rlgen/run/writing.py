@@ -22,11 +22,11 @@ from transformers import PreTrainedModel
 
 import rlgen
 from rlgen.errors import CheckpointError, DivergedError, Fault, SentinelError
-from rlgen.files import appears, flush, read_json, unwritable, write_json
+from rlgen.files import appears, flush_to_disk, read_json, unwritable, write_json
 from rlgen.models.lora import is_adapted, save_adapter
 from rlgen.models.weights import base_digest, non_finite
 from rlgen.processes import Processes
-from rlgen.run.clock import Clock
+from rlgen.run.clock import PhaseClock
 from rlgen.run.manifest import seal
 from rlgen.run.state import is_sharded, model_facts, save_shards
 from rlgen.types import Position
@@ -56,7 +56,7 @@ class Writer:
     weights: dict[str, Tensor]  # unsharded, in the main process; {} in others
     moments: dict[str, Tensor]  # unsharded, in the main process; or its shards, in each
     settle: Callable[[], None]  # returns when everything that the checkpoint relies on is on disk
-    clock: Clock  # runs since the save began
+    clock: PhaseClock  # runs since the save began
     taken: float = field(default_factory=time.time)  # when the snapshot was taken
     adapted: bool = field(init=False)  # the weights are those of an adapter
     sharded: bool = field(init=False)  # each process writes shards of the optimizer's state
@@ -244,7 +244,7 @@ class Writer:
             if self.final.exists():  # it is damaged: a step with a complete checkpoint is not saved again
                 self.checkpoints.folder.set_aside(self.final)
             self.aside.rename(self.final)
-            flush(self.final.parent)
+            flush_to_disk(self.final.parent)
             self.checkpoints.folder.rotate(self.checkpoints.keep, self.checkpoints.pinned)
 
 

@@ -15,10 +15,11 @@ from rlgen.out_of_memory import is_out_of_memory
 from rlgen.processes import EngineShare, Processes
 from rlgen.rollout.batch import collate
 from rlgen.rollout.sample import rollout
+from rlgen.rollout.samples import Samples
 from rlgen.rollout.score import score, score_at, score_in, sure_of
 from rlgen.sentinel.bounds import ROUNDINGS, Bounds, Gap, Noise, engine_gap, where
 from rlgen.sentinel.sync import send_weights
-from rlgen.types import Distribution, Prompt, Sample, Samples, Sampling
+from rlgen.types import Distribution, Prompt, Sample, Sampling
 
 PROMPTS = 8
 TOKENS = 64  # maximum length of a completion in check 1

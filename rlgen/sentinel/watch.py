@@ -11,13 +11,14 @@ from torch import Tensor
 from rlgen.errors import EngineError, Fault, SentinelError
 from rlgen.metrics import Metric
 from rlgen.rollout.sample import turns_apart
+from rlgen.rollout.samples import Samples
 from rlgen.sentinel.bounds import Gap, engine_gap
 from rlgen.sentinel.diagnose import Cause, explain
 from rlgen.sentinel.probe import FEWER_TOKENS, Probe
 from rlgen.sentinel.rungs import caught, changed_sync
 from rlgen.sentinel.sync import send_weights
 from rlgen.sentinel.verdict import Outcome
-from rlgen.types import Distribution, Sample, Samples, Sampling
+from rlgen.types import Distribution, Sample, Sampling
 
 OnDrift = Literal["warn", "stop", "checkpoint_and_stop"]
 WORST = 32  # number of samples of a batch that are used to find a cause

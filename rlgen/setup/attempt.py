@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from rlgen.errors import CheckpointError, ProcessError, RlgenError, Stopped, UsageError, redacted
 from rlgen.files import private_files, write_text, written
 from rlgen.heap import importing, keep_freed_memory
-from rlgen.recipe import LoadedRecipe, Recipe, dump_recipe, load_recipe
+from rlgen.recipe import LoadedRecipe, Recipe, load_recipe
 from rlgen.recipe.fields import moment
 from rlgen.recipe.models import ProcessesRecipe
 from rlgen.run.console import OUTPUTS, Console, check_progress, log_to
@@ -35,7 +35,7 @@ from rlgen.worker_pool.process import Printer
 if TYPE_CHECKING:
     from rlgen.processes import Processes
     from rlgen.run.checkpoint import Checkpoints
-    from rlgen.run.checkpoint_folder import Choice
+    from rlgen.run.checkpoint_folder import ChosenCheckpoint
     from rlgen.setup.trainer import RunContext
 
 Say = Callable[[str], None]
@@ -64,13 +64,13 @@ def train(path: Path, options: TrainOptions = PLAIN, say: Say = print) -> Path:
                 again = replace(options, resume=True, clean=False, resume_step=None)
                 command = Command(recipe=path.absolute(), overrides=options.overrides, first=options.words(), again=again.words())
                 return train_on_cluster(loaded, command, say, stop)
-            stop.by(deadline_of(loaded.recipe, began))
+            stop.by(deadline_of(loaded.recipe.run.must_save_by, began))
             options = after_restart(loaded.recipe.run_path, options)
             with nothing_left(loaded.recipe.run_path):
                 run_with_status(loaded, open_directory(loaded, options), options, None, stop)
             return loaded.recipe.run_path
         processes, loaded = meet(load)
-        stop.by(deadline_of(loaded.recipe, began))
+        stop.by(deadline_of(loaded.recipe.run.must_save_by, began))
         asked = options
         with processes.reporting_once():
             options = processes.on_main(lambda: after_restart(loaded.recipe.run_path, asked))
@@ -95,7 +95,7 @@ def write_resolved(path: Path, options: TrainOptions, say: Say = print) -> Path 
         not_a_file(place)
         with written(place):
             place.mkdir(parents=True, exist_ok=True)
-        write_text(place / "resolved.yaml", dump_recipe(loaded.recipe))
+        write_text(place / "resolved.yaml", loaded.resolved)
         return place / "resolved.yaml"
 
 
@@ -116,7 +116,7 @@ def load_checked(launch: Launch, path: Path, options: TrainOptions, began: float
             f"cluster starts {cluster.trainers} processes, and a launcher has started {launch.world}: start `rlgen train` alone"
         )
     check_launch(launch, None if cluster else loaded.recipe.processes.count, os.environ, parents())
-    deadline = deadline_of(loaded.recipe, began)
+    deadline = deadline_of(loaded.recipe.run.must_save_by, began)
     if deadline is not None and deadline.at <= began:
         raise UsageError(
             f"run.must_save_by {loaded.recipe.run.must_save_by} has passed: nothing could be trained; set a later time, or a"
@@ -131,9 +131,9 @@ def load_checked(launch: Launch, path: Path, options: TrainOptions, began: float
     return loaded
 
 
-def deadline_of(recipe: Recipe, began: float) -> Deadline | None:
+def deadline_of(must_save_by: str | None, began: float) -> Deadline | None:
     """The attempt began at `began`, in seconds since 1970."""
-    return None if recipe.run.must_save_by is None else Deadline(moment(recipe.run.must_save_by, began))
+    return None if must_save_by is None else Deadline(moment(must_save_by, began))
 
 
 def meet(load: Callable[[], LoadedRecipe]) -> "tuple[Processes, LoadedRecipe]":
@@ -188,7 +188,7 @@ def run_with_status(
         if is_main:
             directory.write_status("starting", step, steps)
         with nullcontext() if processes is None else processes.reporting_once():
-            run(loaded.recipe, directory, options, processes, stop)
+            run(loaded, directory, options, processes, stop)
         if is_main:
             directory.write_status("done", steps, steps, exit_code=0)
     except BaseException as error:
@@ -204,8 +204,11 @@ def run_with_status(
         directory.close()
 
 
-def run(recipe: Recipe, directory: RunDirectory, options: TrainOptions, launched: "Processes | None", stop: StopRequest) -> None:
+def run(
+    loaded: LoadedRecipe, directory: RunDirectory, options: TrainOptions, launched: "Processes | None", stop: StopRequest
+) -> None:
     """Opens the console, and trains. What libraries print goes to the run's logs."""
+    recipe = loaded.recipe
     rank = launched.rank if launched else 0
     console = open_console(options.progress, recipe, quiet=rank != 0)
     stop.answer = console.answer
@@ -224,8 +227,8 @@ def run(recipe: Recipe, directory: RunDirectory, options: TrainOptions, launched
 class Hidden(ExitStack):
     """Sends what this process writes to descriptors 1 and 2 to a file: warnings and progress bars, from Python and from C.
 
-    A stream that `rlgen.run.console.apart` returned before still leads to the screen. Descriptors are as before when the block
-    ends.
+    A stream that `rlgen.run.console.own_stream` returned before still leads to the screen. Descriptors are as before when the
+    block ends.
     """
 
     def to(self, path: Path) -> None:
@@ -328,7 +331,7 @@ def learn(attempt: "RunContext", done: int, stop: StopRequest) -> None:
                 trainer.close()
 
 
-def cut(directory: RunDirectory, checkpoints: "Checkpoints", choice: "Choice") -> None:
+def cut(directory: RunDirectory, checkpoints: "Checkpoints", choice: "ChosenCheckpoint") -> None:
     for later in choice.later:  # first: if the process is killed here, the next attempt chooses the same step
         checkpoints.folder.set_aside(later)
     with written(directory.path):

@@ -12,15 +12,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from rlgen.algorithms.base import loss_distribution
-from rlgen.algorithms.registry import build_algorithm
+from rlgen.algorithms.base import Algorithm, loss_distribution
 from rlgen.errors import UsageError
 from rlgen.metrics import Metric
 from rlgen.recipe import Recipe, load_recipe
 from rlgen.rollout.score import score_own
-from rlgen.run.directory import finite
+from rlgen.run.directory import without_nonfinite
 from rlgen.run.state import optimizer_tensors, place_optimizer
 from rlgen.setup.reopen import flat
+from rlgen.setup.settings import TrainSettings
 from rlgen.setup.train_state import TrainState, open_optimizer
 from rlgen.trainers.collect import Collected
 from rlgen.trainers.loop import Learning
@@ -95,16 +95,16 @@ def with_changes(resolved: Path, recipe: Recipe, overrides: Sequence[str]) -> tu
     return recipe.model_copy(update={"trainer": changed.trainer, "optim": changed.optim}), differing
 
 
-def changed_state(recipe: Recipe, state: TrainState, step: int) -> TrainState:
-    """Returns a state of the same models with the algorithm, the learning rate and the weight decay of `recipe`.
+def changed_state(state: TrainState, settings: TrainSettings, algorithm: Algorithm, step: int) -> TrainState:
+    """Returns a state of the same models with another algorithm, learning rate and weight decay.
 
     Its optimizer has no moments yet.
     """
-    optimizer, schedule = open_optimizer(recipe, state.policy)
+    optimizer, schedule = open_optimizer(settings.optim, settings.steps, state.policy)
     assert isinstance(schedule, LambdaLR)  # as transformers makes all that a recipe can ask for
     for group, rate, factor in zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
         group["lr"] = rate * factor(step - 1)
-    return replace(state, algorithm=build_algorithm(recipe.trainer), optimizer=optimizer, schedule=schedule)
+    return replace(state, settings=settings, algorithm=algorithm, optimizer=optimizer, schedule=schedule)
 
 
 def compare(own: Learning, other: Learning, got: Collected, step: int) -> tuple[Mapping[str, Any], Change]:
@@ -123,13 +123,13 @@ def compare(own: Learning, other: Learning, got: Collected, step: int) -> tuple[
     with gradients(other.update.optimizer) as of_other:
         after = other(got, step)
     change = change_of(before, after, of_own, of_other, (ratio, ratio_after(other, after.train_batch)))
-    return finite(before.metrics), change
+    return without_nonfinite(before.metrics), change
 
 
 def change_of(
     before: StepResult, after: StepResult, one: list[Gradient], other: list[Gradient], ratio: tuple[Tensor, Tensor]
 ) -> Change:
-    was, now = finite(before.metrics), finite(after.metrics)
+    was, now = without_nonfinite(before.metrics), without_nonfinite(after.metrics)
     pairs = {key: (was.get(key), now.get(key)) for key in {**was, **now}}
     advantage, changed = (torch.where(side.advantages.trained, side.advantages.advantages, 0.0) for side in (before, after))
     norm, changed_norm = pairs[Metric.GRAD_NORM]

@@ -18,8 +18,15 @@ from rlgen.models.load import cached_model, check_model, load_config, load_token
 from rlgen.models.vision import FAMILIES, Vision, reads_images
 from rlgen.recipe import Recipe
 from rlgen.recipe.data import DataRecipe
-from rlgen.recipe.evaluation import data_of, seed_of
-from rlgen.recipe.models import EvalRecipe
+from rlgen.recipe.evaluation import data_of, eval_rewards, seed_of, temperature_of
+from rlgen.recipe.models import (
+    EnvironmentRecipe,
+    EvalRecipe,
+    ModelRecipe,
+    RewardRecipe,
+    ScoringRecipe,
+    ToolRecipe,
+)
 from rlgen.recipe.sizes import eval_prompt_limit, fitted, fitted_eval, prompt_limit, what_follows
 from rlgen.rollout.conversations import Dialogue
 from rlgen.rollout.environment import EnvironmentTurns, observed
@@ -31,7 +38,14 @@ from rlgen.tools.formats import format_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
+    """The prompts of evaluations, and their settings: what the recipe's `eval` leaves out is as in training."""
+
     settings: EvalRecipe  # with every size that follows from the model and the data
+    rewards: Sequence[RewardRecipe]
+    columns: frozenset[str]  # that rewards may take
+    seed: int
+    temperature: float  # 0: greedy
+    max_tokens: int  # of a completion
     rows: Rows
     prompts: PromptStream
     overlap: int  # prompts that are among those of training, too
@@ -56,11 +70,11 @@ class Data:
 def open_data(recipe: Recipe) -> Data:
     """Locates the model, and reads its tokenizer and the prompts."""
     location = locate(recipe.model.path)
-    tokenizer = open_tokenizer(recipe, location)
+    tokenizer = open_tokenizer(recipe.model, recipe.data.chat_template, location)
     positions = check_model(location, recipe.model.revision, tokenizer)
-    images = open_placeholder(recipe, location)
+    images = open_placeholder(recipe.model, recipe.data.columns.images, location)
     limit = prompt_limit(recipe, positions)
-    rows = rows_of(recipe, recipe.data, recipe.run.seed)
+    rows = rows_of(recipe.data, recipe.run.seed, recipe.environment, recipe.scoring)
     tools = schemas_of(recipe.tools, recipe.scoring)
     prompts = build_prompts(recipe.data, rows, tokenizer, recipe.run.seed, limit, tools, images)
     if recipe.talks and prompts.chats < prompts.counts["used"]:
@@ -97,42 +111,42 @@ def open_data(recipe: Recipe) -> Data:
     )
 
 
-def rows_of(recipe: Recipe, data: DataRecipe, seed: int) -> Rows:
-    """Reads the rows that `data` names. If the recipe has an environment, the prompts are its first observations."""
+def rows_of(data: DataRecipe, seed: int, environment: EnvironmentRecipe | None, scoring: ScoringRecipe) -> Rows:
+    """Reads the rows that `data` names. With an environment, the prompts are its first observations."""
     rows = load_rows(data, seed)
-    if recipe.environment is None:
+    if environment is None:
         return rows
-    with closing(open_arena(recipe.environment, recipe.scoring)) as arena:
+    with closing(open_arena(environment, scoring)) as arena:
         return observed(rows, data.columns.prompt, arena)
 
 
-def open_tokenizer(recipe: Recipe, location: str) -> PreTrainedTokenizerBase:
-    tokenizer = load_tokenizer(location, recipe.model.revision)
-    if recipe.data.chat_template is not None:
+def open_tokenizer(model: ModelRecipe, chat_template: str | None, location: str) -> PreTrainedTokenizerBase:
+    tokenizer = load_tokenizer(location, model.revision)
+    if chat_template is not None:
         try:
-            tokenizer.chat_template = Path(recipe.data.chat_template).read_text(encoding="utf-8")
+            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"data.chat_template: {recipe.data.chat_template} cannot be read: {error}") from error
+            raise DataError(f"data.chat_template: {chat_template} cannot be read: {error}") from error
     return tokenizer
 
 
-def open_placeholder(recipe: Recipe, location: str) -> Placeholder | None:
+def open_placeholder(model: ModelRecipe, column: str | None, location: str) -> Placeholder | None:
     """Returns how images stand in prompts; None: the recipe names no column of images."""
-    config = load_config(location, recipe.model.revision)
-    if recipe.data.columns.images is None and not reads_images(config):
+    config = load_config(location, model.revision)
+    if column is None and not reads_images(config):
         return None
-    if recipe.data.columns.images is None:
+    if column is None:
         raise SetupError(
-            f"data.columns.images: model.path {recipe.model.path} reads images, but no column of them is named; name it (rows may"
+            f"data.columns.images: model.path {model.path} reads images, but no column of them is named; name it (rows may"
             " leave it empty), or take a text model"
         )
     if not reads_images(config):
         known = ", ".join(FAMILIES)
         raise SetupError(
-            f"data.columns.images: model.path {recipe.model.path} is a {config.model_type}, which reads no images that rlgen"
+            f"data.columns.images: model.path {model.path} is a {config.model_type}, which reads no images that rlgen"
             f" can train on; take a model of type {known}, or remove the column"
         )
-    vision = Vision.open(location, recipe.model.revision, config)
+    vision = Vision.open(location, model.revision, config)
     return Placeholder(vision.token, vision.token_id, vision.ids)
 
 
@@ -146,18 +160,24 @@ def open_held_out(
     images: Placeholder | None = None,
 ) -> HeldOut:
     """Reads the prompts of evaluations, and counts those that are trained on. An error names the key of `eval`."""
-    data, limit = data_of(recipe, settings), eval_prompt_limit(recipe, settings, positions)
+    data, seed, limit = data_of(settings, recipe.data), seed_of(recipe.run.seed), eval_prompt_limit(recipe, settings, positions)
     try:
-        rows = rows_of(recipe, data, seed_of(recipe))
-        prompts = build_prompts(data, rows, tokenizer, seed_of(recipe), limit, tools, images if data.columns.images else None)
+        rows = rows_of(data, seed, recipe.environment, recipe.scoring)
+        prompts = build_prompts(data, rows, tokenizer, seed, limit, tools, images if data.columns.images else None)
     except (DataError, SetupError) as error:
         error.args = (of_eval(str(error)),)
         raise
     count, said = overlap(prompts, training), warnings_of(data, prompts, has_template=False)
     if count:
         said.append(f"{count} of {len(prompts)} prompts are trained on, too: on them an evaluation shows what was memorised")
+    own = fitted_eval(recipe, settings, positions, prompts.longest)
     return HeldOut(
-        settings=fitted_eval(recipe, settings, positions, prompts.longest),
+        settings=own,
+        rewards=eval_rewards(settings, recipe.rewards),
+        columns=frozenset(rows.columns) | ({"answer"} if data.columns.answer else set()),
+        seed=seed,
+        temperature=temperature_of(settings, recipe.rollout.temperature),
+        max_tokens=own.max_completion_tokens or recipe.rollout.max_completion_tokens,
         rows=rows,
         prompts=prompts,
         overlap=count,
@@ -181,7 +201,7 @@ def open_dialogue(
         return None
     turns: ToolTurns | EnvironmentTurns
     if (environment := recipe.environment) is None:
-        turns = open_turns(recipe, tokenizer, stop_ids, output)
+        turns = open_turns(recipe.tools, recipe.scoring, recipe.data, tokenizer, stop_ids, output)
     else:
         suffixes = Suffixes(tokenizer, recipe.data, (), stop_ids, environment.role)
         arena = open_arena(environment, recipe.scoring, output)
@@ -189,13 +209,20 @@ def open_dialogue(
     return Dialogue(turns=turns, max_turns=recipe.rollout.max_turns, reply_timeout=recipe.rollout.reply_timeout)
 
 
-def open_turns(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], output: Path | None) -> ToolTurns:
-    form = format_of(str(tokenizer.chat_template), recipe.data.tool_format)
-    box = open_tools(recipe.tools, recipe.scoring, output)
+def open_turns(
+    tools: Sequence[ToolRecipe],
+    scoring: ScoringRecipe,
+    data: DataRecipe,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_ids: Sequence[int],
+    output: Path | None,
+) -> ToolTurns:
+    form = format_of(str(tokenizer.chat_template), data.tool_format)
+    box = open_tools(tools, scoring, output)
     try:
-        suffixes = Suffixes(tokenizer, recipe.data, box.schemas, stop_ids)
+        suffixes = Suffixes(tokenizer, data, box.schemas, stop_ids)
         # A template that the recipe names is the user's own: a model may know its tools without being shown them.
-        if recipe.data.chat_template is None and not suffixes.shows_tools:
+        if data.chat_template is None and not suffixes.shows_tools:
             raise SetupError(
                 "tools: the chat template does not show tools to the model, so that it could not call them; set"
                 " data.chat_template to a file with a template that does"

@@ -10,8 +10,6 @@ from rlgen.models.lora import load_adapter
 from rlgen.models.weights import base_digest
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
-from rlgen.recipe.evaluation import eval_rewards, seed_of, temperature_of
-from rlgen.recipe.models import EvalRecipe
 from rlgen.recipe.trainers import GRPORecipe
 from rlgen.rewards.score import Scorer, open_scorer
 from rlgen.rollout.conversations import Dialogue
@@ -26,25 +24,18 @@ from rlgen.setup.trainer_and_engine import TrainerAndEngine, open_trainer_and_en
 from rlgen.trainers.evaluate import Evaluator
 
 
-def completion_tokens(recipe: Recipe, settings: EvalRecipe) -> int:
-    return settings.max_completion_tokens or recipe.rollout.max_completion_tokens
-
-
-def open_eval_scorer(recipe: Recipe, held_out: HeldOut, output: Path, failures: Path | None, answers: Path | None) -> Scorer:
+def open_eval_scorer(data: Data, held_out: HeldOut, output: Path, failures: Path | None, answers: Path | None) -> Scorer:
     """Returns the rewards of evaluations, checked against the columns of their data.
 
     They have processes of their own. Those of the training may score the next step meanwhile: with `rollout.async_steps`, or when
     a resumed run takes it from the journal.
     """
-    settings, longest = held_out.settings, completion_tokens(recipe, held_out.settings)
-    answer = settings.columns.answer if settings.columns else recipe.data.columns.answer
-    columns = {*held_out.rows.columns, "answer"} if answer else set(held_out.rows.columns)
-    rewards, size, turns = eval_rewards(recipe, settings), settings.group_size, recipe.talks
-    return open_scorer(rewards, columns, longest, recipe.scoring, output, failures, turns, answers, size)
+    rewards, columns, size = held_out.rewards, held_out.columns, held_out.settings.group_size
+    scoring, turns = data.recipe.scoring, data.recipe.talks
+    return open_scorer(rewards, columns, held_out.max_tokens, scoring, output, failures, turns, answers, size)
 
 
 def build_evaluator(
-    recipe: Recipe,
     both: TrainerAndEngine,
     held_out: HeldOut,
     scorer: Scorer,
@@ -53,11 +44,11 @@ def build_evaluator(
     best: Best | None,
     dialogue: Dialogue | None = None,
 ) -> Evaluator:
-    settings, processes = held_out.settings, both.processes
+    recipe, settings, processes = both.data.recipe, held_out.settings, both.processes
     sampling = replace(
         both.sampling,
-        max_tokens=completion_tokens(recipe, settings),
-        temperature=temperature_of(recipe, settings),
+        max_tokens=held_out.max_tokens,
+        temperature=held_out.temperature,
         top_p=both.sampling.top_p if settings.top_p is None else settings.top_p,
     )
     comparable = sampling.regex is None and (recipe.rounds_alike or not sampling.distribution.truncated)
@@ -70,7 +61,7 @@ def build_evaluator(
         prompts=held_out.prompts,
         engine=both.engine,
         sampling=sampling,
-        seed=seed_of(recipe),
+        seed=held_out.seed,
         tokenizer=both.data.tokenizer,
         scorer=scorer,
         watch=watch if comparable else None,
@@ -99,10 +90,10 @@ def writer_of(folder: Path, both: TrainerAndEngine, held_out: HeldOut, processes
     )
 
 
-def words_of(recipe: Recipe, held_out: HeldOut) -> str:
+def words_of(held_out: HeldOut) -> str:
     """Returns "64 prompts, greedy, at the start and every 20 steps; 0 are trained on, too"."""
     settings = held_out.settings
-    how = "greedy" if temperature_of(recipe, settings) == 0 else f"{settings.group_size} completions each"
+    how = "greedy" if held_out.temperature == 0 else f"{settings.group_size} completions each"
     steps = "step" if settings.every == 1 else f"{settings.every} steps"
     when = f"{'at the start and ' if settings.at_start else ''}every {steps}"
     return f"{len(held_out.prompts)} prompts, {how}, {when}; {held_out.overlap} are trained on, too"
@@ -128,18 +119,18 @@ def evaluate_model(
     processes = Processes.alone()
     check_model_files(Path(recipe.model.path))
     data = open_data(recipe)
-    assert data.held_out is not None  # the caller has seen the section
     # Nothing is learned: no reference is needed, whatever the trainer of the recipe.
-    recipe = data.recipe.model_copy(update={"trainer": GRPORecipe()})
-    for line in (*data.notices, *(f"warning: {warning}" for warning in data.held_out.warnings)):
+    data, held_out = replace(data, recipe=data.recipe.model_copy(update={"trainer": GRPORecipe()})), data.held_out
+    assert held_out is not None  # the caller has seen the section
+    for line in (*data.notices, *(f"warning: {warning}" for warning in held_out.warnings)):
         say(line)
     with ExitStack() as open_parts:
-        scorer = open_eval_scorer(recipe, data.held_out, logs / "rewards.log", None, None)
+        scorer = open_eval_scorer(data, held_out, logs / "rewards.log", None, None)
         open_parts.callback(scorer.close)
-        dialogue = open_dialogue(recipe, data.tokenizer, data.stop_ids, logs / "tools.log")
+        dialogue = open_dialogue(data.recipe, data.tokenizer, data.stop_ids, logs / "tools.log")
         if dialogue is not None:
             open_parts.callback(dialogue.turns.close)
-        both = open_trainer_and_engine(recipe, data, None, processes, logs, say)
+        both = open_trainer_and_engine(data, None, processes, logs, say)
         open_parts.callback(both.close)
         model = both.state.policy.model
         if adapter is not None:
@@ -147,13 +138,13 @@ def evaluate_model(
         if adapter is not None or step:
             send_weights(both.engine, model, step, processes)
         watch = Watch(
-            probe=replace(probe_of(recipe, both), version=step),
+            probe=replace(probe_of(both), version=step),
             on_drift="stop",
             sleeps=False,
             probe_every=None,
             drain=lambda: None,
             say=say,
         )
-        evaluator = build_evaluator(recipe, both, data.held_out, scorer, watch, out, None, dialogue)
+        evaluator = build_evaluator(both, held_out, scorer, watch, out, None, dialogue)
         open_parts.callback(evaluator.close)
         return Evaluated(data=data, metrics=evaluator(step))

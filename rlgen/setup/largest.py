@@ -3,6 +3,7 @@ hours.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,40 +11,14 @@ import torch
 from rlgen.algorithms.base import Advantages
 from rlgen.errors import SetupError
 from rlgen.models.memory_errors import memory_for
-from rlgen.out_of_memory import peak
+from rlgen.out_of_memory import peak_memory
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
+from rlgen.rollout.samples import Samples
 from rlgen.rollout.table import RowTable
 from rlgen.trainers.train_batch import TrainBatch
 from rlgen.trainers.update import Updater
-from rlgen.types import Sample, Samples, one_span
-
-
-def try_largest(recipe: Recipe, update: Updater, processes: Processes) -> str:
-    """Runs forward and backward on each rank for a micro-batch of the longest rows, and for one of the most tokens.
-
-    Weights, gradients, optimizer and random states do not change. If the optimizer has no state yet, memory for it is allocated
-    during the attempt. Raises SetupError on all ranks if one of them runs out of memory.
-    """
-    trained = [parameter for parameter in update.policy.parameters() if parameter.requires_grad]
-    tried = []
-    packed = update.policy.packed
-    for batch in dict.fromkeys((longest(recipe, processes.world, packed), fullest(recipe, processes.world, packed))):
-        train_batch, size = (
-            made_up(recipe, batch, processes, packed),
-            f"{batch.rows} rows of {batch.prompt + batch.completion} tokens",
-        )
-
-        def attempt(train_batch: TrainBatch = train_batch) -> None:
-            with memory_for("the optimizer's state", update.less_memory("optimizer"), SetupError):
-                moments = [] if update.optimizer.state else [torch.empty_like(p, requires_grad=False) for p in trained * 2]
-            with torch.random.fork_rng():
-                update.attempt(train_batch)
-            del moments
-
-        processes.run_all(attempt, has_collectives=update.sharded)
-        tried.append(size)
-    return f"the largest micro-batches fit: {', '.join(tried)}; {peak()}"
+from rlgen.types import Sample, one_span
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,45 +29,84 @@ class Shape:
     prompt: int  # tokens of each row
     completion: int
 
-
-def longest(recipe: Recipe, processes: int, packed: bool) -> Shape:
-    """Returns a micro-batch of the longest rows: as many as fit, or as a rank has."""
-    completion = recipe.rollout.max_completion_tokens
-    prompt, budget, most = recipe.max_row_tokens - completion, recipe.optim.micro_batch_tokens, share(recipe, processes)
-    rows = most
-    while rows and prompts(recipe, rows, packed) * prompt + rows * completion > budget:
-        rows -= 1
-    return Shape(whole_pairs(recipe, rows), prompt, completion)
+    def __str__(self) -> str:
+        return f"{self.rows} rows of {self.prompt + self.completion} tokens"
 
 
-def fullest(recipe: Recipe, processes: int, packed: bool) -> Shape:
-    """Returns a micro-batch with the most tokens: up to one row more than `longest`, and shorter rows."""
-    most, budget = longest(recipe, processes, packed), recipe.optim.micro_batch_tokens
-    full = prompts(recipe, most.rows, packed) * most.prompt + most.rows * most.completion >= budget
-    rows = whole_pairs(recipe, min(most.rows + (not full), share(recipe, processes)))
-    of_rows = prompts(recipe, rows, packed)
-    completion = max(1, min(most.completion, (budget - of_rows) // rows))
-    return Shape(rows, max(1, min(most.prompt, (budget - rows * completion) // of_rows)), completion)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Largest:
+    """What bounds the micro-batches of a run."""
+
+    prompt: int  # most tokens
+    completion: int
+    group_size: int
+    rows: int  # most samples of a step that one rank trains on
+    budget: int  # tokens of a micro-batch
+    paired: bool  # rows come in pairs
+    packed: bool  # rows of a group share their prompt
+
+    @classmethod
+    def of(cls, recipe: Recipe, processes: int, packed: bool) -> "Largest":
+        completion = recipe.rollout.max_completion_tokens
+        return cls(
+            prompt=recipe.max_row_tokens - completion,
+            completion=completion,
+            group_size=recipe.rollout.group_size,
+            rows=-(-recipe.samples_per_step // processes),
+            budget=recipe.optim.micro_batch_tokens,
+            paired=recipe.trainer.kind == "online_dpo",
+            packed=packed,
+        )
+
+    def longest(self) -> Shape:
+        """Returns a micro-batch of the longest rows: as many as fit, or as a rank has."""
+        rows = self.rows
+        while rows and self.prompts(rows) * self.prompt + rows * self.completion > self.budget:
+            rows -= 1
+        return Shape(self.whole_pairs(rows), self.prompt, self.completion)
+
+    def fullest(self) -> Shape:
+        """Returns a micro-batch with the most tokens: up to one row more than `longest`, and shorter rows."""
+        most = self.longest()
+        full = self.prompts(most.rows) * most.prompt + most.rows * most.completion >= self.budget
+        rows = self.whole_pairs(min(most.rows + (not full), self.rows))
+        of_rows = self.prompts(rows)
+        completion = max(1, min(most.completion, (self.budget - of_rows) // rows))
+        return Shape(rows, max(1, min(most.prompt, (self.budget - rows * completion) // of_rows)), completion)
+
+    def prompts(self, rows: int) -> int:
+        """Returns how many prompts a micro-batch of `rows` rows computes."""
+        return -(-rows // self.group_size) if self.packed else rows
+
+    def whole_pairs(self, rows: int) -> int:
+        """Rounds down to an even number if rows come in pairs; to one row or pair at least."""
+        return max(2, rows - rows % 2) if self.paired else max(1, rows)
 
 
-def prompts(recipe: Recipe, rows: int, packed: bool) -> int:
-    """Returns how many prompts a micro-batch of `rows` rows computes: packed rows of a group share theirs."""
-    return -(-rows // recipe.rollout.group_size) if packed else rows
+def try_largest(most: Largest, update: Updater, processes: Processes) -> str:
+    """Runs forward and backward on each rank for a micro-batch of the longest rows, and for one of the most tokens.
+
+    Weights, gradients, optimizer and random states do not change. If the optimizer has no state yet, memory for it is allocated
+    during the attempt. Raises SetupError on all ranks if one of them runs out of memory.
+    """
+    trained = [parameter for parameter in update.policy.parameters() if parameter.requires_grad]
+
+    def attempt(train_batch: TrainBatch) -> None:
+        with memory_for("the optimizer's state", update.less_memory("optimizer"), SetupError):
+            moments = [] if update.optimizer.state else [torch.empty_like(p, requires_grad=False) for p in trained * 2]
+        with torch.random.fork_rng():
+            update.attempt(train_batch)
+        del moments
+
+    shapes = list(dict.fromkeys((most.longest(), most.fullest())))
+    for shape in shapes:
+        processes.run_all(partial(attempt, made_up(most, shape, processes)), has_collectives=update.sharded)
+    return f"the largest micro-batches fit: {', '.join(map(str, shapes))}; {peak_memory()}"
 
 
-def share(recipe: Recipe, processes: int) -> int:
-    """Returns the samples of a step that one rank trains on, rounded up."""
-    return -(-recipe.samples_per_step // processes)
-
-
-def whole_pairs(recipe: Recipe, rows: int) -> int:
-    """Rounds down to an even number for online_dpo, whose rows come in pairs; to one row or pair at least."""
-    return max(2, rows - rows % 2) if recipe.trainer.kind == "online_dpo" else max(1, rows)
-
-
-def made_up(recipe: Recipe, batch: Shape, processes: Processes, packed: bool) -> TrainBatch:
+def made_up(most: Largest, batch: Shape, processes: Processes) -> TrainBatch:
     """Returns a train batch of made-up rows, of which each rank has one micro-batch of the shape of `batch`."""
-    size, first = recipe.rollout.group_size, batch.rows * processes.rank
+    size, first = most.group_size, batch.rows * processes.rank
     row = Sample(
         group_id=0,
         sample_index=0,
@@ -115,10 +129,10 @@ def made_up(recipe: Recipe, batch: Shape, processes: Processes, packed: bool) ->
         advantages=1.0 - 2.0 * (place % 2).double(),
         counted=everyone,
         trained=everyone,
-        pair_id=place // 2 if recipe.trainer.kind == "online_dpo" else torch.full_like(place, -1),
+        pair_id=place // 2 if most.paired else torch.full_like(place, -1),
     )
     # All rows have one length, so that the plan puts them into one micro-batch.
     budget = batch.rows * (batch.prompt + batch.completion)
-    train_batch = TrainBatch.of(table, held, advantages, 0.0, budget, processes, packed=packed)
+    train_batch = TrainBatch.of(table, held, advantages, 0.0, budget, processes, packed=most.packed)
     train_batch.frozen["ref_logp"] = torch.from_numpy(train_batch.samples.sampler_logp.values)
     return train_batch

@@ -17,15 +17,15 @@ from rlgen.models.compiled import compile_layers
 from rlgen.models.half import HALF, compute_in_half
 from rlgen.models.load import load_model
 from rlgen.models.lora import add_adapter, is_adapted
-from rlgen.models.memory_errors import memory_advice, memory_for
+from rlgen.models.memory_errors import memory_for
 from rlgen.models.packing import can_pack
 from rlgen.models.policy import BasePolicy, Policy
 from rlgen.models.sharding import mesh_of, move_buffers, read_by_slices, shard
 from rlgen.models.vision import Vision, of_vision, reads_images
 from rlgen.models.weights import base_digest, bits
 from rlgen.processes import Processes
-from rlgen.recipe import Recipe
 from rlgen.run.checkpoint import check_fit
+from rlgen.setup.settings import TrainSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Policies:
 
 
 def open_policies(
-    recipe: Recipe,
+    settings: TrainSettings,
     location: str,
     algorithm: Algorithm,
     checkpoint: Path | None,
@@ -51,30 +51,30 @@ def open_policies(
     say: Callable[[str], None],
 ) -> Policies:
     """Loads the policy from model.path; if it is sharded, its reference too, since a sharded policy cannot be copied."""
-    sharded = recipe.processes.strategy == "fsdp" and processes.world > 1
-    mesh = mesh_of(processes, recipe.processes.shard) if sharded else None
+    sharded = settings.processes.strategy == "fsdp" and processes.world > 1
+    mesh = mesh_of(processes, settings.processes.shard) if sharded else None
     policy = (
-        processes.run_all(lambda: build_policy(recipe, location, prompts, processes.device))
+        processes.run_all(lambda: build_policy(settings, location, prompts, processes.device))
         if mesh is None
-        else open_shards(recipe, location, mesh, processes, prompts, True, say)
+        else open_shards(settings, location, mesh, processes, prompts, True, say)
     )
     pack_alike(policy, processes)
     if checkpoint:  # one of another model is refused early
-        processes.run_all(lambda: check_fit(checkpoint, policy.model, recipe.trainer.kind))
+        processes.run_all(lambda: check_fit(checkpoint, policy.model, settings.trainer))
     needs_reference, reference = algorithm.reference != "none", None
     base = base_digest(policy.model) if is_adapted(policy.model) else None
     weights = base or bits(policy.model, processes)
     if needs_reference and base is None:  # an adapter's checkpoint stores the digest of its base itself
         processes.run_all(lambda: same_reference(location, weights, began_with))
     if mesh is not None and needs_reference and base is None:
-        reference = open_shards(recipe, location, mesh, processes, prompts, False, say)
+        reference = open_shards(settings, location, mesh, processes, prompts, False, say)
         pack_alike(reference, processes)
     held = None if base is None or not sharded else base_digest(policy.model, gather=False)
     return Policies(policy=policy, reference=reference, sharded=sharded, base=base, held=held, weights=weights)
 
 
 def open_shards(
-    recipe: Recipe,
+    settings: TrainSettings,
     location: str,
     mesh: DeviceMesh,
     processes: Processes,
@@ -83,41 +83,41 @@ def open_shards(
     say: Callable[[str], None],
 ) -> Policy:
     """Loads this process's shards of the model, and checks that rlgen knows how it computes logits."""
-    policy = processes.run_all(lambda: build_shards(recipe, location, mesh, trained, say))
-    with memory_for("a forward pass of eight tokens", memory_advice(recipe, "load"), SetupError):
+    policy = processes.run_all(lambda: build_shards(settings, location, mesh, trained, say))
+    with memory_for("a forward pass of eight tokens", settings.memory_advice("load"), SetupError):
         processes.run_all(policy.check, has_collectives=True)
-    processes.run_all(lambda: compile_and_pack(recipe, policy, prompts), has_collectives=True)
+    processes.run_all(lambda: compile_and_pack(settings, policy, prompts), has_collectives=True)
     return policy
 
 
-def build_policy(recipe: Recipe, location: str, prompts: Sequence[NDArray[np.int32]], device: torch.device) -> Policy:
+def build_policy(settings: TrainSettings, location: str, prompts: Sequence[NDArray[np.int32]], device: torch.device) -> Policy:
     """Loads the model that is trained, with float32 weights in any dtype of the forward: bfloat16 loses updates of 1e-6.
 
     Under an adapter the model's own weights are frozen, and held in the dtype of the forward.
     """
-    settings = recipe.model
-    dtype = getattr(torch, settings.dtype)
-    held = torch.float32 if settings.lora is None else dtype
-    with memory_for("the model", memory_advice(recipe, "load"), SetupError):
-        model = load_model(location, settings.revision, held, settings.attention, device, settings.quantization)
-        if settings.lora is not None:
-            add_adapter(model, settings.lora, recipe.run.seed, settings.revision)
-    vision = Vision.open(location, settings.revision, model.config) if reads_images(model.config) else None
-    if vision is not None and not settings.train_vision:
+    wanted = settings.model
+    dtype = getattr(torch, wanted.dtype)
+    held = torch.float32 if wanted.lora is None else dtype
+    with memory_for("the model", settings.memory_advice("load"), SetupError):
+        model = load_model(location, wanted.revision, held, wanted.attention, device, wanted.quantization)
+        if wanted.lora is not None:
+            add_adapter(model, wanted.lora, settings.seed, wanted.revision)
+    vision = Vision.open(location, wanted.revision, model.config) if reads_images(model.config) else None
+    if vision is not None and not wanted.train_vision:
         for parameter in of_vision(model):
             parameter.requires_grad_(False)
-    if settings.gradient_checkpointing:
+    if wanted.gradient_checkpointing:
         checkpoint_activations(model)
-    policy = Policy(model, dtype, settings.fp32_head, vision)
-    compile_and_pack(recipe, policy, prompts)
+    policy = Policy(model, dtype, wanted.fp32_head, vision)
+    compile_and_pack(settings, policy, prompts)
     return policy
 
 
-def compile_and_pack(recipe: Recipe, policy: Policy, prompts: Sequence[NDArray[np.int32]]) -> None:
-    wanted, compiled = recipe.optim.packing, recipe.model.compile
+def compile_and_pack(settings: TrainSettings, policy: Policy, prompts: Sequence[NDArray[np.int32]]) -> None:
+    wanted, compiled = settings.optim.packing, settings.model.compile
     possible = can_pack(policy.model.device, policy.dtype)
     if compiled:
-        with memory_for("compiling the model", memory_advice(recipe, "forward"), SetupError):
+        with memory_for("compiling the model", settings.memory_advice("forward"), SetupError):
             compile_layers(policy.model)
     if wanted or (wanted is None and not compiled and policy.vision is None and possible):
         if not possible:
@@ -139,21 +139,21 @@ def pack_alike(policy: Policy, processes: Processes) -> None:
         policy.unpack(reasons[0])
 
 
-def build_shards(recipe: Recipe, location: str, mesh: DeviceMesh, trained: bool, say: Callable[[str], None]) -> Policy:
+def build_shards(settings: TrainSettings, location: str, mesh: DeviceMesh, trained: bool, say: Callable[[str], None]) -> Policy:
     """Loads this process's shards of the policy, in the dtypes of `build_policy`; with `trained` False of its frozen reference.
 
     Under an adapter the frozen weights are sharded, and each process holds the whole adapter.
     """
-    settings, made = recipe.model, list[Policy]()
-    dtype = getattr(torch, settings.dtype)
-    held = torch.float32 if settings.lora is None else dtype
+    wanted, made = settings.model, list[Policy]()
+    dtype = getattr(torch, wanted.dtype)
+    held = torch.float32 if wanted.lora is None else dtype
 
     def sharded(model: PreTrainedModel) -> Policy:
-        if settings.gradient_checkpointing:
+        if wanted.gradient_checkpointing:
             checkpoint_activations(model)
         # transformers ties only what has values: FSDP2 would hold a tied weight twice, and an update would reach one of the two.
         model.tie_weights()
-        policy = Policy(model.requires_grad_(trained and settings.lora is None), dtype, settings.fp32_head)
+        policy = Policy(model.requires_grad_(trained and wanted.lora is None), dtype, wanted.fp32_head)
         shard(policy, mesh)
         return policy
 
@@ -161,8 +161,8 @@ def build_shards(recipe: Recipe, location: str, mesh: DeviceMesh, trained: bool,
         if read_by_slices(model, mesh["shard"].size()):
             made.append(sharded(model))
 
-    with memory_for("the model" if trained else "the reference", memory_advice(recipe, "load"), SetupError):
-        model = load_model(location, settings.revision, held, settings.attention, torch.device("cpu"), divide=divide)
+    with memory_for("the model" if trained else "the reference", settings.memory_advice("load"), SetupError):
+        model = load_model(location, wanted.revision, held, wanted.attention, torch.device("cpu"), divide=divide)
         if not made:
             say(
                 f"model: {type(model).__name__} is converted from whole tensors: each process reads all of them into its"
@@ -170,18 +170,18 @@ def build_shards(recipe: Recipe, location: str, mesh: DeviceMesh, trained: bool,
             )
         policy = made[0] if made else sharded(model)
         move_buffers(policy)
-        if settings.lora is not None:
-            add_adapter(model, settings.lora, recipe.run.seed, settings.revision)
+        if wanted.lora is not None:
+            add_adapter(model, wanted.lora, settings.seed, wanted.revision)
             if dtype == HALF:
                 compute_in_half(model)  # rounds the adapter, which FSDP2 does not hold
     return policy
 
 
-def build_reference(recipe: Recipe, policy: Policy) -> Policy | BasePolicy:
+def build_reference(settings: TrainSettings, policy: Policy) -> Policy | BasePolicy:
     """Returns the frozen model in its present state: a copy of the policy; under an adapter its base, which needs no copy."""
-    if recipe.model.lora is not None:
+    if settings.model.lora is not None:
         return BasePolicy(policy)
-    with memory_for("the reference, a copy of the model", memory_advice(recipe, "load"), SetupError):
+    with memory_for("the reference, a copy of the model", settings.memory_advice("load"), SetupError):
         return copy.deepcopy(policy).requires_grad_(False)
 
 

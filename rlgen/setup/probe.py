@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlgen.engines.base import Settings
 from rlgen.models.half import FP8, nudged
-from rlgen.recipe import Recipe
+from rlgen.rollout.samples import Samples
 from rlgen.rollout.table import RowTable
 from rlgen.sentinel.bounds import Bounds, most_for
 from rlgen.sentinel.probe import PROMPTS, Probe, TrainerSide
@@ -17,12 +17,13 @@ from rlgen.sentinel.rungs import Gradient
 from rlgen.setup.train_state import build_updater
 from rlgen.setup.trainer_and_engine import TrainerAndEngine
 from rlgen.trainers.train_batch import TrainBatch
-from rlgen.types import Sample, Samples, one_span
+from rlgen.types import Sample, one_span
 
 TOY_ROWS, TOY_TOKENS = 8, 5  # rows of the train batch of `toy_gradient`; tokens of its shortest row
 
 
-def probe_of(recipe: Recipe, both: TrainerAndEngine) -> Probe:
+def probe_of(both: TrainerAndEngine) -> Probe:
+    recipe = both.data.recipe
     policy, dtypes = both.state.policy, (recipe.model.dtype, recipe.engine.dtype or recipe.model.dtype)
     quantization, own = both.engine.facts().quantization, recipe.sentinel
     held = {None: getattr(torch, dtypes[1]), "fp8": FP8}.get(quantization) if recipe.model.quantization is None else None
@@ -54,13 +55,13 @@ def probe_of(recipe: Recipe, both: TrainerAndEngine) -> Probe:
     )
 
 
-def toy_gradient(recipe: Recipe, both: TrainerAndEngine, probe: Probe) -> Gradient:
+def toy_gradient(both: TrainerAndEngine, probe: Probe) -> Gradient:
     """Returns a function from the tokens of a micro-batch to the gradient of the recipe's own loss on made-up rewards.
 
     `rungs.loss_split` calls it, in all processes together; each holds some of the data. These are pairs of completions of unequal
     lengths, one of each with a higher reward.
     """
-    algorithm, update = both.state.algorithm, build_updater(recipe, both.state, both.sampling, both.processes, None)
+    algorithm, update = both.state.algorithm, build_updater(both.state, both.sampling, both.processes, None)
     rank, world = both.processes.rank, both.processes.world
 
     @cache

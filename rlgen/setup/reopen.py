@@ -11,7 +11,7 @@ import yaml
 from rlgen.callbacks import Callback
 from rlgen.errors import RlgenError, UsageError
 from rlgen.files import write_text
-from rlgen.recipe import LoadedRecipe, Recipe, dump_recipe, load_recipe
+from rlgen.recipe import LoadedRecipe, load_recipe
 from rlgen.recipe.sizes import FOLLOWING
 from rlgen.run.console import Progress
 from rlgen.run.directory import RunDirectory
@@ -65,7 +65,7 @@ class TrainOptions:
 
 def open_directory(loaded: LoadedRecipe, options: TrainOptions) -> RunDirectory:
     """Opens the run's directory, on rank 0."""
-    path, resolved = loaded.recipe.run_path, dump_recipe(loaded.recipe)
+    path, resolved = loaded.recipe.run_path, loaded.resolved
     not_a_file(path)
     if options.resumes:
         return reopen(path, loaded, resolved)
@@ -110,8 +110,8 @@ def reopen(path: Path, loaded: LoadedRecipe, resolved: str) -> RunDirectory:
     directory = RunDirectory.reopen(path)
     try:
         # Read as a recipe: an older rlgen wrote keys that have another name today, and lacked keys that were added since.
-        before = yaml.safe_load(dump_recipe(load_recipe(directory.resolved, resolved=True).recipe))
-        free = may_change(before, loaded.recipe)
+        before = yaml.safe_load(load_recipe(directory.resolved, resolved=True).resolved)
+        free = may_change(before, loaded.recipe.optim.schedule)
         if changed := changes(before, yaml.safe_load(resolved), free):
             raise UsageError(
                 f"--resume: the recipe differs from that of the run in {path}:\n"
@@ -126,13 +126,13 @@ def reopen(path: Path, loaded: LoadedRecipe, resolved: str) -> RunDirectory:
     return directory
 
 
-def may_change(before: Any, recipe: Recipe) -> tuple[str, ...]:
+def may_change(before: Any, schedule: str) -> tuple[str, ...]:
     """Returns the keys, or beginnings of keys, that may change between two attempts.
 
     An evaluation does not affect training, so that a run that had none may get one.
     """
     had_none = isinstance(before, dict) and before.get("eval") is None
-    steps = (STEPS,) if recipe.optim.schedule == "constant" else ()
+    steps = (STEPS,) if schedule == "constant" else ()
     return (*steps, *MAY_CHANGE, *(("eval",) if had_none else ()))
 
 

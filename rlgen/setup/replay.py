@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rlgen.algorithms.base import Algorithm
 from rlgen.algorithms.registry import build_algorithm
 from rlgen.errors import DamagedCheckpoint, UsageError
 from rlgen.metrics import Metric
@@ -27,19 +28,21 @@ from rlgen.processes import Processes
 from rlgen.recipe import Recipe
 from rlgen.recipe.sizes import FOLLOWING, is_written
 from rlgen.rollout.recorded import from_journal, from_rollouts, is_recorded, processes_of
+from rlgen.rollout.samples import Samples
 from rlgen.rollout.table import RowTable
-from rlgen.run.checkpoint_folder import CheckpointFolder, Choice
-from rlgen.run.directory import finite
+from rlgen.run.checkpoint_folder import CheckpointFolder, ChosenCheckpoint
+from rlgen.run.directory import without_nonfinite
 from rlgen.run.manifest import check_files
 from rlgen.run.provenance import provenance
 from rlgen.setup.change import Change, changed_state, compare
 from rlgen.setup.data import Data, open_data
 from rlgen.setup.policy import open_policies
+from rlgen.setup.settings import TrainSettings
 from rlgen.setup.train_state import TrainState, build_learning, open_train_state, restore
 from rlgen.setup.trainer_and_engine import TRIED, sampling_of
 from rlgen.trainers.collect import Collected, silent_groups
 from rlgen.trainers.loop import Learning
-from rlgen.types import Position, Samples
+from rlgen.types import Position
 
 Say = Callable[[str], None]
 Record = Mapping[str, Any]
@@ -86,7 +89,7 @@ def replay(past: Past, step: int, changed: Recipe | None, say: Say, processes: P
     """Computes a step again. torch uses as many threads as it did in the run: the order of its sums depends on their number.
 
     Args:
-        changed: the recipe with other settings, to compute the step with them too; see `opening.change.with_changes`.
+        changed: the recipe with other settings, to compute the step with them too; see `setup.change.with_changes`.
         say: receives messages about what takes time, or is not as it should be.
         processes: one, or as many as the run had.
     """
@@ -99,21 +102,25 @@ def replay(past: Past, step: int, changed: Recipe | None, say: Say, processes: P
     recorder = Recorder(past=past, say=say)
     samples = processes.run_all(lambda: recorder.samples(step, processes))
     prompts = processes.gather(list(islice(samples.prompt_ids, TRIED)))
-    state, at = open_at(past, changed, start, prompts, processes, say)
-    own, first_off = learning_of(past.recipe, state, processes), None
+    algorithms = [build_algorithm(one.trainer) for one in (past.recipe, changed) if one is not None]
+    state, at = open_at(past, algorithms, start, prompts, processes, say)
+    weights, first_off = {reward.label: reward.weight for reward in past.recipe.rewards}, None
+    sampling = sampling_of(past.recipe.rollout, past.recipe.structured_regex, (), None)
+    own = build_learning(state, sampling, processes, weights, None)
     if at.step + 1 < step:
         say(f"training {ranges(range(at.step + 1, step))} again, on what the run has recorded")
     for before in range(at.step + 1, step):
         got = recorder.collected(before, at, own)
-        metrics = finite(own(got, before).metrics)
+        metrics = without_nonfinite(own(got, before).metrics)
         state.schedule.step()
         first_off = first_off or (before if differences(past.steps.get(before, {}), metrics) else None)
         at = Position(before, at.prompts + got.prompts)
     got, change = recorder.collected(step, at, own), None
     if changed is None:
-        metrics = finite(own(got, step).metrics)
+        metrics = without_nonfinite(own(got, step).metrics)
     else:
-        other = learning_of(changed, changed_state(changed, state, step), processes)
+        other_state = changed_state(state, TrainSettings.of(changed), algorithms[1], step)
+        other = build_learning(other_state, sampling, processes, weights, None)
         metrics, change = compare(own, other, got, step)
     return Replay(
         step=step,
@@ -126,17 +133,12 @@ def replay(past: Past, step: int, changed: Recipe | None, say: Say, processes: P
     )
 
 
-def learning_of(recipe: Recipe, state: TrainState, processes: Processes) -> Learning:
-    weights = {reward.label: reward.weight for reward in recipe.rewards}
-    return build_learning(recipe, state, sampling_of(recipe, (), None), processes, weights, None)
-
-
-def start_of(past: Past, step: int) -> Choice:
+def start_of(past: Past, step: int) -> ChosenCheckpoint:
     """Returns the newest good checkpoint before `step`; `path` is None for the weights that the run began with."""
     if step not in past.steps:
         raise UsageError(f"--step {step}: {past.path} has no such step in metrics.jsonl, which has {ranges(past.steps)}")
     notices: list[str] = []
-    chosen = Choice(0, None, (), ())
+    chosen = ChosenCheckpoint(0, None, (), ())
     for number, path in reversed(CheckpointFolder(past.path / "checkpoints").steps().items()):
         if number >= step:
             continue
@@ -145,7 +147,7 @@ def start_of(past: Past, step: int) -> Choice:
         except DamagedCheckpoint as error:
             notices.append(f"DAMAGED CHECKPOINT: {error}; an earlier one is used")
             continue
-        chosen = Choice(number, path, (), ())
+        chosen = ChosenCheckpoint(number, path, (), ())
         break
     if missing := [one for one in range(chosen.step + 1, step + 1) if not is_recorded(past.path, one)]:
         where = f"the checkpoint of step {chosen.step}" if chosen.step else "the start of the run"
@@ -167,18 +169,17 @@ def replayable(past: Past) -> list[int]:
 
 def open_at(
     past: Past,
-    changed: Recipe | None,
-    start: Choice,
+    algorithms: Sequence[Algorithm],
+    start: ChosenCheckpoint,
     prompts: Sequence[NDArray[np.int32]],
     processes: Processes,
     say: Say,
 ) -> tuple[TrainState, Position]:
-    """Opens policy, optimizer and schedule as they were after `start`; with a reference if one of the recipes needs it."""
-    recipe = past.recipe
-    algorithms = [build_algorithm(one.trainer) for one in (recipe, changed) if one is not None]
+    """Opens policy, optimizer and schedule as they were after `start`; with a reference if one of `algorithms` needs it."""
+    settings = TrainSettings.of(past.recipe)
     needing = next((one for one in algorithms if one.reference != "none"), algorithms[0])
-    location = locate(recipe.model.path)
-    policies = open_policies(recipe, location, needing, start.path, processes, None, prompts, say)
+    location = locate(settings.model.path)
+    policies = open_policies(settings, location, needing, start.path, processes, None, prompts, say)
     began_with = past.attempts[0].get("weights") if past.attempts else None
     if (start.path is None or needing.reference != "none") and began_with not in (None, policies.weights):
         needed = "the step is computed from them" if start.path is None else "they are the reference"
@@ -187,8 +188,8 @@ def open_at(
             f" {policies.weights}), and {needed}: bring them back"
             + ("" if start.path else ", or replay a step after a checkpoint")
         )
-    state = replace(open_train_state(recipe, needing, policies), algorithm=algorithms[0])
-    return state, restore(recipe, state, start.path, processes)
+    state = replace(open_train_state(settings, needing, policies), algorithm=algorithms[0])
+    return state, restore(state, start.path, processes)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -224,6 +225,10 @@ class Recorder:
             epoch=at.prompts / used,
         )
 
+    def opened(self) -> Data:
+        self.data = self.data or open_data(self.past.recipe)
+        return self.data
+
     def samples(self, step: int, processes: Processes) -> Samples:
         """Returns the samples of a step, from its rollouts or else from the journal; of several processes, those of this one."""
         if processes.world > 1:
@@ -231,9 +236,10 @@ class Recorder:
         recipe = self.past.recipe
         tokens = self.past.steps.get(step, {}).get(Metric.TOKENS_GENERATED)
         if (samples := from_rollouts(self.past.path, step)) is None or not is_whole(samples, tokens):
-            self.data = self.data or open_data(recipe)
-            labels, sampling = [reward.label for reward in recipe.rewards], sampling_of(recipe, self.data.stop_ids, None)
-            oldest, prompt_of = step - 1 - recipe.oldest_sample, self.data.prompts.at
+            data = self.opened()
+            labels = [reward.label for reward in recipe.rewards]
+            sampling = sampling_of(recipe.rollout, recipe.structured_regex, data.stop_ids, None)
+            oldest, prompt_of = step - 1 - recipe.oldest_sample, data.prompts.at
             samples = from_journal(self.past.path, step, labels, prompt_of, sampling, recipe.run.seed, oldest, self.say)
         if not is_whole(samples, tokens):
             raise UsageError(
@@ -247,8 +253,7 @@ class Recorder:
         """Returns the samples with the images of their prompts, which are in the data alone."""
         if self.past.recipe.data.columns.images is None:
             return samples
-        self.data = self.data or open_data(self.past.recipe)
-        prompts = self.data.prompts
+        prompts = self.opened().prompts
         if (was := self.past.attempt_of(step).get("prompt_ids")) not in (None, prompts.digest()):
             raise UsageError(
                 f"step {step}: its prompts or their images have changed since it was trained (digest {was}, now"

@@ -1,9 +1,7 @@
 """Builds what trains the policy: reference, optimizer and schedule; and restores their state from a checkpoint."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,27 +12,26 @@ from transformers import get_scheduler
 
 from rlgen.algorithms.base import Algorithm
 from rlgen.errors import SetupError
-from rlgen.models.memory_errors import memory_advice, memory_for
+from rlgen.models.memory_errors import memory_for
 from rlgen.models.policy import BasePolicy, Policy
 from rlgen.processes import Processes
-from rlgen.recipe import Recipe
+from rlgen.recipe.models import OptimRecipe
 from rlgen.run.checkpoint import load_checkpoint
 from rlgen.sentinel.watch import Watch
 from rlgen.setup.policy import Policies, build_reference
+from rlgen.setup.settings import StreamSettings, TrainSettings
 from rlgen.trainers.groups import ExactSum, Groups, provisional_totals
 from rlgen.trainers.loop import Learning
 from rlgen.trainers.train_batch import TrainBatchBuilder
 from rlgen.trainers.update import Updater
 from rlgen.types import Position, Sampling
 
-# A group with a completion of more than this share of max_completion_tokens is trained on last (`rollout.stream`).
-LATE = 0.9
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainState:
     """The trainer's side of a run: the models, and what updates them."""
 
+    settings: TrainSettings
     algorithm: Algorithm
     models: Policies
     reference: Policy | BasePolicy | None  # None: the algorithm needs none
@@ -46,16 +43,17 @@ class TrainState:
         return self.models.policy
 
 
-def open_train_state(recipe: Recipe, algorithm: Algorithm, models: Policies) -> TrainState:
+def open_train_state(settings: TrainSettings, algorithm: Algorithm, models: Policies) -> TrainState:
     policy, needed = models.policy, algorithm.reference != "none"
-    reference = (models.reference or build_reference(recipe, policy)) if needed else None
-    optimizer, schedule = open_optimizer(recipe, policy)
-    return TrainState(algorithm=algorithm, models=models, reference=reference, optimizer=optimizer, schedule=schedule)
+    reference = (models.reference or build_reference(settings, policy)) if needed else None
+    optimizer, schedule = open_optimizer(settings.optim, settings.steps, policy)
+    return TrainState(
+        settings=settings, algorithm=algorithm, models=models, reference=reference, optimizer=optimizer, schedule=schedule
+    )
 
 
-def open_optimizer(recipe: Recipe, policy: Policy) -> tuple[Optimizer, LRScheduler]:
+def open_optimizer(optim: OptimRecipe, steps: int, policy: Policy) -> tuple[Optimizer, LRScheduler]:
     """Returns the optimizer of the trained parameters and the schedule of its learning rate, before the first step."""
-    optim = recipe.optim
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     if optim.kind == "adamw_8bit":
         optimizer = adamw_8bit(trained, optim.learning_rate, optim.weight_decay)
@@ -64,7 +62,7 @@ def open_optimizer(recipe: Recipe, policy: Policy) -> tuple[Optimizer, LRSchedul
         optimizer = torch.optim.AdamW(trained, lr=optim.learning_rate, weight_decay=optim.weight_decay, fused=True)
     # With the name `constant`, transformers ignores the warm-up.
     name = "constant_with_warmup" if optim.schedule == "constant" and optim.warmup_steps else optim.schedule
-    return optimizer, get_scheduler(name, optimizer, optim.warmup_steps, recipe.run.steps)
+    return optimizer, get_scheduler(name, optimizer, optim.warmup_steps, steps)
 
 
 def adamw_8bit(trained: Sequence[Parameter], learning_rate: float, weight_decay: float) -> Optimizer:
@@ -82,21 +80,21 @@ def adamw_8bit(trained: Sequence[Parameter], learning_rate: float, weight_decay:
     return AdamW8bit(trained, lr=learning_rate, weight_decay=weight_decay)
 
 
-def restore(recipe: Recipe, state: TrainState, checkpoint: Path | None, processes: Processes) -> Position:
+def restore(state: TrainState, checkpoint: Path | None, processes: Processes) -> Position:
     """Loads weights, optimizer, schedule and random states from `checkpoint`, and returns its position. None: returns the start.
 
     Raises CheckpointError if it is damaged, or of another model or version of rlgen.
     """
     if checkpoint is None:
         return Position()
-    with memory_for("the checkpoint's optimizer state", memory_advice(recipe, "optimizer"), SetupError):
+    with memory_for("the checkpoint's optimizer state", state.settings.memory_advice("optimizer"), SetupError):
         policy, base = state.policy, state.models.base
         parts = policy.model, state.optimizer, state.schedule
         return processes.run_all(lambda: load_checkpoint(checkpoint, *parts, processes.rank, base))
 
 
 def build_learning(
-    recipe: Recipe, state: TrainState, sampling: Sampling, processes: Processes, weights: Mapping[str, float], watch: Watch | None
+    state: TrainState, sampling: Sampling, processes: Processes, weights: Mapping[str, float], watch: Watch | None
 ) -> Learning:
     """Builds what learns from the samples of a step; `weights` are those of the rewards, by label."""
     builder = TrainBatchBuilder(
@@ -105,47 +103,43 @@ def build_learning(
         weights=weights,
         reference=state.reference,
         distribution=sampling.distribution,
-        budget=recipe.optim.micro_batch_tokens,
+        budget=state.settings.optim.micro_batch_tokens,
         packed=state.policy.packed,
+        attention=state.policy.attention_cost,
     )
-    update = build_updater(recipe, state, sampling, processes, watch)
-    groups = build_groups(recipe, builder, update) if recipe.rollout.stream else None
+    update, stream = build_updater(state, sampling, processes, watch), state.settings.stream
+    groups = build_groups(stream, builder, update) if stream is not None else None
     return Learning(builder=builder, update=update, groups=groups)
 
 
-def build_updater(recipe: Recipe, state: TrainState, sampling: Sampling, processes: Processes, watch: Watch | None) -> Updater:
+def build_updater(state: TrainState, sampling: Sampling, processes: Processes, watch: Watch | None) -> Updater:
     """If `watch` is None, its batches are not compared with the engine."""
+    settings = state.settings
     return Updater(
         processes=processes,
         sharded=state.models.sharded,
-        defer_sync=recipe.processes.defer_sync,
+        defer_sync=settings.processes.defer_sync,
         policy=state.policy,
         optimizer=state.optimizer,
         algorithm=state.algorithm,
-        updates=recipe.trainer.updates_per_rollout,
-        max_grad_norm=recipe.optim.max_grad_norm,
+        updates=settings.updates,
+        max_grad_norm=settings.optim.max_grad_norm,
         distribution=sampling.distribution,
         max_tokens=sampling.max_tokens,
         watch=watch,
-        less_memory=partial(memory_advice, recipe),
-        deterministic=recipe.run.deterministic,
+        less_memory=settings.memory_advice,
+        deterministic=settings.deterministic,
     )
 
 
-def build_groups(recipe: Recipe, builder: TrainBatchBuilder, update: Updater) -> Groups:
-    rollout = recipe.rollout
-    engine = recipe.engine
-    shared = engine.shares_cores and not torch.cuda.is_available()
-    # No completion of a step waits for others: the longest are then the last ones.
-    all_at_once = recipe.samples_per_step <= engine.max_num_seqs * engine.copies
+def build_groups(stream: StreamSettings, builder: TrainBatchBuilder, update: Updater) -> Groups:
     with memory_for("the sums of gradients of rollout.stream", ["rollout.stream: false"], SetupError):
         sums = ExactSum([parameter for parameter in update.policy.parameters() if parameter.requires_grad])
     return Groups(
         builder=builder,
         update=update,
         sums=sums,
-        provisional=provisional_totals(rollout.prompts_per_step, rollout.group_size, rollout.max_completion_tokens),
-        threads=max(1, torch.get_num_threads() // 2) if shared else None,
-        # Where the engine is elsewhere, a group that waits gains nothing.
-        late_from=math.ceil(LATE * rollout.max_completion_tokens) if shared and all_at_once else None,
+        provisional=provisional_totals(stream.prompts, stream.group_size, stream.max_tokens),
+        threads=max(1, torch.get_num_threads() // 2) if stream.shares_cores else None,
+        late_from=stream.late_from,
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from rlgen.callbacks import Callback
-from rlgen.data import Rows, listed
+from rlgen.data import listed
 from rlgen.errors import SetupError
 from rlgen.files import write_text
 from rlgen.models.lora import describe
@@ -34,12 +34,13 @@ from rlgen.sentinel.watch import Watch
 from rlgen.setup.data import Data, open_data, open_dialogue
 from rlgen.setup.evaluation import build_evaluator, open_eval_scorer, words_of
 from rlgen.setup.inputs import UserCode, record_attempt, same_inputs
-from rlgen.setup.largest import try_largest
+from rlgen.setup.largest import Largest, try_largest
 from rlgen.setup.probe import probe_of
 from rlgen.setup.train_state import build_learning, build_updater
 from rlgen.setup.trainer_and_engine import TrainerAndEngine, open_trainer_and_engine
 from rlgen.trainers.callbacks import Callbacks
 from rlgen.trainers.collect import Collector
+from rlgen.trainers.evaluate import Evaluator
 from rlgen.trainers.groups import Groups, Stream
 from rlgen.trainers.loop import Trainer
 from rlgen.trainers.report import Reporter
@@ -80,15 +81,13 @@ def open_trainer(attempt: RunContext, between: Callable[[], None] = lambda: None
         if attempt.checkpoint:
             unchanged = {} if attempt.changed_rewards else digests
             began_with = processes.on_main(lambda: same_inputs(attempt.directory, data, unchanged))
-        both = open_trainer_and_engine(
-            recipe, data, attempt.checkpoint, processes, attempt.directory.logs, console.say, began_with
-        )
+        both = open_trainer_and_engine(data, attempt.checkpoint, processes, attempt.directory.logs, console.say, began_with)
         undo.callback(both.close)
         if attempt.checkpoint and (stored := read_manifest(attempt.checkpoint).processes) != processes.world:
             console.say(f"the checkpoint is of {stored} processes, but {processes.world} run: some random states are new")
         between()
         console.say("sentinel: comparing engine and trainer …")
-        probe = probe_of(recipe, both)
+        probe = probe_of(both)
         rungs = agree(probe, between)
         probe = after_check_1(probe, rungs)
         if recipe.model.lora is not None:
@@ -99,7 +98,7 @@ def open_trainer(attempt: RunContext, between: Callable[[], None] = lambda: None
         engine = both.engine.facts()
         processes.on_main(lambda: record_attempt(attempt.directory, both, digests, rungs, attempt.notices, engine))
         if recipe.run.probe_max:
-            console.say(try_memory(recipe, both))
+            console.say(try_memory(both))
         trainer = build_trainer(attempt, both, code, probe)
         undo.pop_all()
     return trainer, both.position
@@ -116,7 +115,7 @@ def open_inputs(attempt: RunContext, between: Callable[[], None]) -> tuple[Data,
     for notice in data.notices:
         console.say(notice)
     between()
-    scorer = processes.run_all(lambda: build_scorer(data.recipe, data.rows, attempt.directory, processes.rank))
+    scorer = processes.run_all(lambda: build_scorer(data, attempt.directory, processes.rank))
     for reward in scorer.rewards:
         if reward.sha256 is not None:
             console.say(f"reward {reward.label}: {reward.entry.use} (sha256 {reward.sha256[:12]})")
@@ -131,10 +130,10 @@ def open_code(attempt: RunContext, data: Data, scorer: Scorer, undo: ExitStack) 
     recipe, directory, processes = attempt.recipe, attempt.directory, attempt.processes
     judge, held_out, own = None, data.held_out, recipe.rollout.use
     if held_out is not None:
-        attempt.console.say(f"eval: {words_of(recipe, held_out)}")
+        attempt.console.say(f"eval: {words_of(held_out)}")
         output = directory.logs / f"rewards.eval.rank{processes.rank}.log"
         failures, answers = directory.failed_rewards / "eval", directory.judge / "eval"
-        judge = processes.run_all(lambda: open_eval_scorer(recipe, held_out, output, failures, answers))
+        judge = processes.run_all(lambda: open_eval_scorer(data, held_out, output, failures, answers))
         undo.callback(judge.close)
     tools_log = directory.logs / (f"tools.rank{processes.rank}.log" if processes.rank else "tools.log")
     dialogue = processes.run_all(lambda: open_dialogue(recipe, data.tokenizer, data.stop_ids, tools_log))
@@ -144,8 +143,9 @@ def open_code(attempt: RunContext, data: Data, scorer: Scorer, undo: ExitStack) 
     return UserCode(scorer=scorer, judge=judge, dialogue=dialogue, custom=custom)
 
 
-def build_scorer(recipe: Recipe, rows: Rows, directory: RunDirectory, rank: int) -> Scorer:
-    columns = {*rows.columns, "answer"} if recipe.data.columns.answer else set(rows.columns)
+def build_scorer(data: Data, directory: RunDirectory, rank: int) -> Scorer:
+    recipe = data.recipe
+    columns = {*data.rows.columns, "answer"} if recipe.data.columns.answer else set(data.rows.columns)
     output = directory.logs / (f"rewards.rank{rank}.log" if rank else "rewards.log")
     longest, failures = recipe.rollout.max_completion_tokens, directory.failed_rewards
     size, turns = recipe.rollout.group_size, recipe.talks
@@ -162,12 +162,13 @@ def agree(probe: Probe, between: Callable[[], None]) -> list[Rung]:
     return rungs
 
 
-def try_memory(recipe: Recipe, both: TrainerAndEngine) -> str:
+def try_memory(both: TrainerAndEngine) -> str:
     """Tries the largest micro-batches while the engine sleeps, as in a step, and returns a message with what was tried."""
     sleeps = both.engine.abilities.sleeps
     if sleeps:
         both.processes.run_all(both.engine.sleep, has_collectives=both.engine_share.shared)
-    tried = try_largest(recipe, build_updater(recipe, both.state, both.sampling, both.processes, None), both.processes)
+    most = Largest.of(both.data.recipe, both.processes.world, both.state.policy.packed)
+    tried = try_largest(most, build_updater(both.state, both.sampling, both.processes, None), both.processes)
     if sleeps:
         send_weights(both.engine, both.state.policy.model, both.position.step, both.processes)
     return tried
@@ -186,12 +187,12 @@ def build_trainer(attempt: RunContext, both: TrainerAndEngine, code: UserCode, p
     evaluate, held_out = None, both.data.held_out
     if code.judge is not None and held_out is not None:
         best = processes.on_main(lambda: Best(directory.read_metrics())) if held_out.settings.best else None
-        evaluate = build_evaluator(recipe, both, held_out, code.judge, watch, directory.evals, best, dialogue)
+        evaluate = build_evaluator(both, held_out, code.judge, watch, directory.evals, best, dialogue)
     sinks = open_sinks(recipe, directory, done, attempt.console.say) if processes.is_main else Sinks(recipe.run.steps)
     weights = bits(state.policy.model, processes)
     processes.run_all(lambda: journal.starts_from(done, weights))
     compared = None if both.sampling.regex else watch
-    learn = build_learning(recipe, state, both.sampling, processes, scorer.weights, compared)
+    learn = build_learning(state, both.sampling, processes, scorer.weights, compared)
     report = Reporter(
         steps=recipe.run.steps,
         max_nonfinite=recipe.optim.max_nonfinite,
@@ -203,7 +204,7 @@ def build_trainer(attempt: RunContext, both: TrainerAndEngine, code: UserCode, p
         sinks=sinks,
     )
     return Trainer(
-        recipe=recipe,
+        steps=recipe.run.steps,
         processes=processes,
         collect=Collector(
             recipe=recipe.rollout,
@@ -219,19 +220,28 @@ def build_trainer(attempt: RunContext, both: TrainerAndEngine, code: UserCode, p
         learn=learn,
         evaluate=evaluate,
         report=report,
-        save=Saver(
-            recipe=recipe,
-            processes=processes,
-            policy=state.policy,
-            tokenizer=both.data.tokenizer,
-            optimizer=state.optimizer,
-            schedule=state.schedule,
-            checkpoints=checkpoints,
-            sampler=sampler,
-            report=report,
-            evaluate=evaluate,
-        ),
+        save=build_saver(both, checkpoints, sampler, report, evaluate),
         callbacks=Callbacks.of(attempt.callbacks, processes),
+        saves_on_drift=recipe.sentinel.on_drift == "checkpoint_and_stop",
+    )
+
+
+def build_saver(
+    both: TrainerAndEngine, checkpoints: Checkpoints, sampler: Sampler, report: Reporter, evaluate: Evaluator | None
+) -> Saver:
+    recipe, state = both.data.recipe, both.state
+    return Saver(
+        steps=recipe.run.steps,
+        every=recipe.checkpoint.every,
+        processes=both.processes,
+        policy=state.policy,
+        tokenizer=both.data.tokenizer,
+        optimizer=state.optimizer,
+        schedule=state.schedule,
+        checkpoints=checkpoints,
+        sampler=sampler,
+        report=report,
+        evaluate=evaluate,
     )
 
 

@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 
 from rlgen.algorithms.registry import build_algorithm
 from rlgen.engines.base import Engine
-from rlgen.engines.open import build_engine, engine_share_of
+from rlgen.engines.open import build_engine
 from rlgen.processes import EngineShare, Processes
-from rlgen.recipe import Recipe
+from rlgen.recipe.models import RolloutRecipe
 from rlgen.sentinel.sync import send_weights
 from rlgen.setup.data import Data
 from rlgen.setup.policy import open_policies
+from rlgen.setup.settings import TrainSettings
 from rlgen.setup.train_state import TrainState, open_train_state, restore
 from rlgen.types import Position, Sampling
 
@@ -40,7 +41,6 @@ class TrainerAndEngine:
 
 
 def open_trainer_and_engine(
-    recipe: Recipe,
     data: Data,
     checkpoint: Path | None,
     processes: Processes,
@@ -57,25 +57,26 @@ def open_trainer_and_engine(
     The order also keeps the ranks in step: each makes the same calls, and all build their engines at the same time, since
     they wait for each other inside vLLM.
     """
-    engine_share = engine_share_of(recipe, processes)
+    recipe, settings = data.recipe, TrainSettings.of(data.recipe)
+    engine_share = EngineShare.of(processes, recipe.engine.callers)
     algorithm = build_algorithm(recipe.trainer)
     say(f"model: loading {recipe.model.path} …")
     prompts = [prompt.prompt_ids for prompt in data.prompts.take(0, TRIED)]
-    policies = open_policies(recipe, data.location, algorithm, checkpoint, processes, began_with, prompts, say)
+    policies = open_policies(settings, data.location, algorithm, checkpoint, processes, began_with, prompts, say)
     if policies.policy.unpacked:
-        say(f"optim.packing: off, {cost_of_padding(recipe, prompts)}: {policies.policy.unpacked}")
+        say(f"optim.packing: off, {cost_of_padding(recipe.rollout, prompts)}: {policies.policy.unpacked}")
     say(f"engine: {recipe.engine.starts} …")
     engine = build_engine(recipe, data.location, processes, logs, say)
     with ExitStack() as undo:
         undo.callback(engine.close)
-        state = open_train_state(recipe, algorithm, policies)
-        position = restore(recipe, state, checkpoint, processes)
+        state = open_train_state(settings, algorithm, policies)
+        position = restore(state, checkpoint, processes)
         if engine.weight_version != position.step or recipe.model.quantization:  # the engine holds other weights than the trainer
             send_weights(engine, state.policy.model, position.step, processes)
         undo.pop_all()
     return TrainerAndEngine(
         data=data,
-        sampling=sampling_of(recipe, data.stop_ids, state.policy.head.weight.shape[0]),
+        sampling=sampling_of(recipe.rollout, recipe.structured_regex, data.stop_ids, state.policy.head.weight.shape[0]),
         state=state,
         engine=engine,
         processes=processes,
@@ -84,14 +85,13 @@ def open_trainer_and_engine(
     )
 
 
-def cost_of_padding(recipe: Recipe, prompts: Sequence[NDArray[np.int32]]) -> str:
+def cost_of_padding(rollout: RolloutRecipe, prompts: Sequence[NDArray[np.int32]]) -> str:
     """Returns `an update computes up to 2.4 times the tokens`: with padding every row of a group has a prompt of its own."""
-    prompt, rows, longest = max(map(len, prompts)), recipe.rollout.group_size, recipe.rollout.max_completion_tokens
+    prompt, rows, longest = max(map(len, prompts)), rollout.group_size, rollout.max_completion_tokens
     return f"an update computes up to {rows * (prompt + longest) / (prompt + rows * longest):.1f} times the tokens"
 
 
-def sampling_of(recipe: Recipe, stop_ids: tuple[int, ...], vocab_size: int | None) -> Sampling:
-    rollout = recipe.rollout
+def sampling_of(rollout: RolloutRecipe, regex: str | None, stop_ids: tuple[int, ...], vocab_size: int | None) -> Sampling:
     return Sampling(
         max_tokens=rollout.max_completion_tokens,
         temperature=rollout.temperature,
@@ -101,5 +101,5 @@ def sampling_of(recipe: Recipe, stop_ids: tuple[int, ...], vocab_size: int | Non
         stop=tuple(rollout.stop),
         stop_ids=stop_ids,
         vocab_size=vocab_size,
-        regex=recipe.structured_regex,
+        regex=regex,
     )

@@ -43,11 +43,11 @@ def warm_start(recipe: Recipe, out: Path, accuracy: float, say: Callable[[str], 
     if recipe.data.columns.images is not None:
         raise SetupError("data.columns.images: a warm start trains on texts only; take a model that has learned to read images")
     location = locate(recipe.model.path)
-    tokenizer = open_tokenizer(recipe, location)
+    tokenizer = open_tokenizer(recipe.model, recipe.data.chat_template, location)
     tools = schemas_of(recipe.tools, recipe.scoring)
-    held_out = recipe.data if recipe.eval is None or recipe.task is not None else data_of(recipe, recipe.eval)
+    held_out = recipe.data if recipe.eval is None or recipe.task is not None else data_of(recipe.eval, recipe.data)
     learn, test = (
-        build_prompts(data, rows_of(recipe, data, seed), tokenizer, seed, tools=tools)
+        build_prompts(data, rows_of(data, seed, recipe.environment, recipe.scoring), tokenizer, seed, tools=tools)
         for data, seed in ((recipe.data, TRAIN_SEED), (held_out, TEST_SEED))
     )
     model = load_model(location, recipe.model.revision, torch.float32, "sdpa", torch.device("cpu"))

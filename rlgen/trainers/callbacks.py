@@ -14,7 +14,7 @@ from rlgen.callbacks import Callback, StopTraining
 from rlgen.errors import CodeError, RlgenError
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
-from rlgen.rollout.parquet import table
+from rlgen.rollout.parquet import arrow_table
 from rlgen.run.rollouts import RolloutWriter
 from rlgen.run.signals import StopRequest
 from rlgen.run.state import random_tensors, set_random
@@ -49,7 +49,7 @@ class Callbacks:
 
         def copied() -> tuple[int, pa.Table]:
             rollout = untrained(step, got.samples).in_order()
-            return step, table(rollout, slice(0, len(rollout.samples)), writer.texts(rollout.samples)[0]).drop_columns(
+            return step, arrow_table(rollout, slice(0, len(rollout.samples)), writer.texts(rollout.samples)[0]).drop_columns(
                 list(LATER)
             )
 

@@ -1,8 +1,9 @@
 """Collects what a step learns from: completions of its prompts, and their rewards."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -15,11 +16,12 @@ from rlgen.recipe.models import RolloutRecipe
 from rlgen.rewards.score import EarlyScoring, Scorer
 from rlgen.rollout.parquet import Rollout
 from rlgen.rollout.sampler import Sampler
+from rlgen.rollout.samples import Ragged, Samples
 from rlgen.rollout.table import RowTable
-from rlgen.run.clock import Clock
+from rlgen.run.clock import PhaseClock
 from rlgen.run.signals import StopRequest
 from rlgen.trainers.groups import Stream
-from rlgen.types import Group, Prompt, Ragged, Samples
+from rlgen.types import Group, Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +41,25 @@ class Collected:
         return self.table.take(~self.table.replaced)
 
 
+@dataclass(slots=True, kw_only=True)
+class Draw:
+    """The prompts of a step that are being sampled and scored."""
+
+    step: int
+    position: int  # of the first prompt
+    clock: PhaseClock
+    stop: StopRequest
+    wanted: int  # prompts to sample next
+    left: int  # times that prompts without signal may still be replaced
+    taken: int = 0  # prompts so far
+    dropped: int = 0  # samples of this process that were too old
+    tables: list[RowTable] = field(default_factory=list)
+    held: list[Samples] = field(default_factory=list)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collector:
-    """Runs prompts -> rollout -> rewards.
+    """Runs prompts -> rollout (`sampled`) -> rewards (`score`), in turns until a draw wants no more prompts.
 
     With several processes, each samples and scores whole groups of its share of the prompts, and keeps their tokens. Every
     process has the table of all rows of the step: a few numbers per row.
@@ -57,63 +75,73 @@ class Collector:
     algorithm: Algorithm
     stream: Stream | None = None  # trains on groups while others are sampled; None: training begins when all are there
 
-    def __call__(self, step: int, position: int, clock: Clock, stop: StopRequest) -> Collected:
-        """Samples and scores the prompts of a step, from `position` on.
+    @contextmanager
+    def drawing(self, step: int, position: int, clock: PhaseClock, stop: StopRequest) -> Iterator[Draw]:
+        """Opens the draw of a step, from the prompt at `position` on. The block samples and scores until no prompt is wanted.
 
-        With `rollout.dynamic_sampling`, further prompts replace groups without signal. All processes see all rewards, so they
-        take the same number of further prompts. All must call this together. Raises StopNow if the run was asked to stop.
+        After an error or a stop nothing is left of the step, and no reward is computed any more. All processes must call this
+        together. Raises StopNow if the run was asked to stop.
         """
         try:
             stop.check(self.processes, before_step=True)
             with stop.at_once(self.processes):
-                return self.collected(step, position, clock, stop)
-        except BaseException:  # a stop, too: no reward is computed any more
+                wanted, left = self.recipe.prompts_per_step, self.recipe.dynamic_sampling
+                yield Draw(step=step, position=position, clock=clock, stop=stop, wanted=wanted, left=left)
+        except BaseException:
             self.early.close()
             if self.stream is not None:
                 self.stream.groups.drop()
             raise
 
-    def collected(self, step: int, position: int, clock: Clock, stop: StopRequest) -> Collected:
-        tables: list[RowTable] = []
-        held: list[Samples] = []
-        taken = too_old = 0
-        wanted, left = self.recipe.prompts_per_step, self.recipe.dynamic_sampling
-        while wanted:
-            prompts = self.engine_share.share(self.prompts.take(position + taken, wanted))
-            self.early.open(step)
-            with clock("generate"):
-                sample = partial(self.sample, step, prompts, not left)
-                # Patient: one engine may have much longer completions, or lose a server, or have to sample what the journals of
-                # others still hold after a kill.
-                if self.stream is not None:
-                    sample = partial(self.stream.while_sampling, step, position / len(self.prompts), sample)
-                groups, dropped = self.processes.run_all(sample, has_collectives=self.engine_share.shared, keepalive=True)
-            stop.check(self.processes)
-            with clock("reward"):
-                held.append(self.rewarded(groups, step))
-            stop.check(self.processes)
-            table = RowTable.gather(held[-1], self.processes, sum(map(len, held[:-1])))
-            silent = silent_groups(table, self.algorithm, self.scorer.weights) if left else np.zeros(0, dtype=np.int64)
-            tables.append(replace(table, replaced=np.isin(table.group_id, silent)))
-            taken, too_old = taken + wanted, too_old + (dropped if self.engine_share.first else 0)
-            if left and not len(silent):
-                self.processes.run_all(self.sampler.engine.sleep, has_collectives=self.engine_share.shared)
-            wanted, left = len(silent), left - 1
+    def sampled(self, draw: Draw) -> list[Group]:
+        """Samples the prompts that are wanted. Returns the groups of this process."""
+        prompts = self.engine_share.share(self.prompts.take(draw.position + draw.taken, draw.wanted))
+        self.early.open(draw.step)
+        with draw.clock("generate"):
+            sample = partial(self.sample, draw.step, prompts, not draw.left)
+            # Patient: one engine may have much longer completions, or lose a server, or have to sample what the journals of
+            # others still hold after a kill.
+            if self.stream is not None:
+                sample = partial(self.stream.while_sampling, draw.step, draw.position / len(self.prompts), sample)
+            groups, dropped = self.processes.run_all(sample, has_collectives=self.engine_share.shared, keepalive=True)
+        draw.stop.check(self.processes)
+        draw.dropped += dropped if self.engine_share.first else 0
+        return groups
+
+    def score(self, draw: Draw, groups: Sequence[Group]) -> None:
+        """Scores groups, and adds them to the draw.
+
+        With `rollout.dynamic_sampling`, further prompts are wanted in place of groups without signal. All processes see all
+        rewards, so they want the same number.
+        """
+        with draw.clock("reward"):
+            samples = self.rewarded(groups, draw.step)
+        draw.stop.check(self.processes)
+        table = RowTable.gather(samples, self.processes, sum(map(len, draw.held)))
+        silent = silent_groups(table, self.algorithm, self.scorer.weights) if draw.left else np.zeros(0, dtype=np.int64)
+        draw.held.append(samples)
+        draw.tables.append(replace(table, replaced=np.isin(table.group_id, silent)))
+        if draw.left and not len(silent):
+            self.processes.run_all(self.sampler.engine.sleep, has_collectives=self.engine_share.shared)
+        draw.taken, draw.wanted, draw.left = draw.taken + draw.wanted, len(silent), draw.left - 1
+
+    def collected(self, draw: Draw) -> Collected:
+        """Returns what was drawn, when no more prompts are wanted."""
         if self.recipe.async_steps:
-            self.early.open(step + 1)  # whose groups arrive while this step trains
-        samples, counts = Samples.join(held), None
+            self.early.open(draw.step + 1)  # whose groups arrive while this step trains
+        samples, counts = Samples.join(draw.held), None
         if self.sampler.dialogue is not None:
             counts = Counter[str]()
             own = sum(map(Counter, samples.counts), Counter[str]())
             for others in self.processes.gather([own]):
                 counts.update(others)
         return Collected(
-            table=RowTable.join(tables),
+            table=RowTable.join(draw.tables),
             samples=samples,
-            dropped=sum(self.processes.gather([too_old])),
+            dropped=sum(self.processes.gather([draw.dropped])),
             counts=counts,
-            prompts=taken,
-            epoch=position / len(self.prompts),
+            prompts=draw.taken,
+            epoch=draw.position / len(self.prompts),
         )
 
     def sample(self, step: int, prompts: Sequence[Prompt], last: bool) -> tuple[list[Group], int]:

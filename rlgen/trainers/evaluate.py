@@ -15,13 +15,14 @@ from rlgen.recipe.models import EvalRecipe
 from rlgen.rewards.score import Scorer
 from rlgen.rollout.conversations import Dialogue
 from rlgen.rollout.sample import rollout
+from rlgen.rollout.samples import Samples
 from rlgen.rollout.table import RowTable
 from rlgen.run.directory import Best
 from rlgen.run.records import evaluation_metrics
 from rlgen.run.rollouts import RolloutWriter
 from rlgen.sentinel.watch import Watch
 from rlgen.trainers.collect import untrained
-from rlgen.types import Group, Sample, Samples, Sampling, Span
+from rlgen.types import Group, Sample, Sampling, Span
 
 COMPARED = 8  # completions of each process whose log-probs are compared with the trainer's
 

@@ -26,12 +26,13 @@ from rlgen.metrics import Metric
 from rlgen.processes import Processes
 from rlgen.rewards.score import EarlyScoring
 from rlgen.rollout.sampler import Sampler
+from rlgen.rollout.samples import Samples
 from rlgen.rollout.table import RowTable
 from rlgen.run.state import random_tensors, set_random
 from rlgen.trainers.results import UpdateResult
 from rlgen.trainers.train_batch import TrainBatch, TrainBatchBuilder
 from rlgen.trainers.update import Updater
-from rlgen.types import Group, Samples
+from rlgen.types import Group
 
 POLL = 0.005  # seconds between two looks for scored groups
 # Parts are rounded to multiples of 2^-44 before they are added. Below 2^9, float64 holds every such multiple exactly.

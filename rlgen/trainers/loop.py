@@ -1,17 +1,13 @@
 """Runs the training loop. There is one, for all algorithms and engines."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from rlgen.errors import EngineError, SentinelError
 from rlgen.models.weights import bits
 from rlgen.processes import Processes
-from rlgen.recipe import Recipe
-from rlgen.run.clock import Clock
+from rlgen.run.clock import PhaseClock
 from rlgen.run.signals import StopNow, StopRequest
-from rlgen.run.state import random_tensors, set_random
 from rlgen.sentinel.sync import send_weights
 from rlgen.trainers.callbacks import Callbacks
 from rlgen.trainers.collect import Collected, Collector
@@ -19,7 +15,7 @@ from rlgen.trainers.evaluate import Evaluator
 from rlgen.trainers.groups import Groups
 from rlgen.trainers.report import Reporter
 from rlgen.trainers.results import StepResult
-from rlgen.trainers.saving import Saver
+from rlgen.trainers.saving import Guard, Saver
 from rlgen.trainers.train_batch import TrainBatchBuilder
 from rlgen.trainers.update import Updater
 from rlgen.types import Position
@@ -46,13 +42,13 @@ class Learning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
-    """Runs collect (prompts -> rollout -> rewards) -> learn (train batch -> update) -> sync. Each arrow is one call in `run`.
+    """Runs sample (prompts -> rollout) -> score -> learn (train batch -> update) -> sync -> save, each one call in `run`.
 
     With several processes, every process has the table of all rows of a step, and the tokens of those rows only that it samples
     or trains. What is learned does not depend on the number of processes.
     """
 
-    recipe: Recipe
+    steps: int
     processes: Processes
     collect: Collector
     learn: Learning
@@ -60,66 +56,44 @@ class Trainer:
     report: Reporter
     save: Saver
     callbacks: Callbacks
+    saves_on_drift: bool  # before a drift of the engine ends the run
 
     def run(self, start: Position, stop: StopRequest) -> None:
-        """Trains from position `start` to step `run.steps`.
+        """Trains from position `start` to step `steps`.
 
         Raises:
             Stopped: a process was asked to stop; a checkpoint of the last trained step is written.
             RlgenError: a part of the step failed; raised in all processes. The last checkpoint is intact.
         """
         self.evaluate_first(start, stop)
-        at, clock, saving = start, Clock(), 0.0
-        for step in range(start.step + 1, self.recipe.run.steps + 1):
-            stop.step = step
-            self.save.finish(wait=False)
-            with self.nothing_trained(at, start, stop):
-                got = self.collect(step, at.prompts, clock, stop)
+        early, drift = self.collect.early, self.saves_on_drift
+        guard = Guard(save=self.save, early=early, saves_on_drift=drift, start=start, stop=stop, clock=PhaseClock())
+        at = start
+        for step in range(start.step + 1, self.steps + 1):
+            clock = guard.clock
+            with guard.step(at):
+                with self.collect.drawing(step, at.prompts, clock, stop) as draw:
+                    while draw.wanted:
+                        groups = self.collect.sampled(draw)
+                        self.collect.score(draw, groups)
+                    got = self.collect.collected(draw)
                 self.callbacks.rollouts(step, got, self.report.writer, stop)
-                collected = clock.seconds
-                with clock("train"):
+                with guard.learning():
                     learned = self.learn(got, step)
-                    self.save.schedule.step()
             at = Position(step, at.prompts + got.prompts, at.nonfinite + 1 if learned.skipped else 0)
             with clock("save"):
                 self.report.rollouts(at, got, learned)
             self.callbacks.measured("on_update", step, learned.metrics, stop)
-            refused, probed = self.sync(step, clock)
-            evaluated = {} if refused else self.evaluated(step, clock)
-            measured = {**learned.metrics, **probed, **evaluated}
-            record, checkup = self.report.metrics(step, got, measured, self.collect.sampler.engine.weight_version, clock)
-            # Saves after the metrics, so that a step with a checkpoint has metrics. The time of the save counts to the next step.
-            seconds, update, clock = clock.seconds - saving, clock.seconds - collected, Clock()
-            self.save.after_step(at, checkup, refused, clock)
-            self.callbacks.measured("on_step", step, record, stop)
-            saving = clock.seconds
-            stop.took(seconds, update, *self.save.checkpoints.took())
+            refused, measured = self.sync(step, clock)
+            version = self.collect.sampler.engine.weight_version
+            record, checkup = self.report.metrics(step, got, {**learned.metrics, **measured}, version, clock)
+            with guard.saving():  # after the metrics, so that a step with a checkpoint has metrics
+                self.save.after_step(at, checkup, refused, guard.clock)
+                self.callbacks.measured("on_step", step, record, stop)
 
-    @contextmanager
-    def nothing_trained(self, at: Position, start: Position, stop: StopRequest) -> Iterator[None]:
-        """Handles the two ways in which a step ends before it changes a weight: a request to stop, and a drift.
-
-        Raises:
-            Stopped: the run was asked to stop, and is saved.
-            SentinelError: engine and trainer differ. Samples of the step are not reused after a resume.
-        """
-        draws = random_tensors()
-        try:
-            yield
-        except SentinelError:
-            self.collect.early.close()  # that of the next step too
-            self.save.invalidate_samples(at.step + 1)
-            set_random(draws)
-            if self.recipe.sentinel.on_drift == "checkpoint_and_stop" and at != start:
-                self.save(at, wait=True)
-            raise
-        except StopNow:
-            self.collect.early.close()
-            set_random(draws)
-            raise self.save.stopped(at, stop.why) from None
-
-    def sync(self, step: int, clock: Clock) -> tuple[EngineError | None, dict[str, Any]]:
-        """Sends the weights of `step` to the engine. Returns the engine's error or None, and the metrics measured after the sync.
+    def sync(self, step: int, clock: PhaseClock) -> tuple[EngineError | None, dict[str, Any]]:
+        """Sends the weights of `step` to the engine, and evaluates them if that is due. Returns the engine's error or None, and
+        the metrics that were measured.
 
         An engine that does not confirm the weights, or has others, ends the run, but the trained step is kept. So its error is
         returned and not raised: the caller saves first.
@@ -139,14 +113,14 @@ class Trainer:
                 if isinstance(error, SentinelError):
                     self.save.invalidate_samples(step + 1)
                 return error, probed
-        return None, probed
+        return None, {**probed, **self.evaluated(step, clock)}
 
     def evaluate_first(self, start: Position, stop: StopRequest) -> None:
         """Evaluates the weights before step 1, unless an earlier attempt has. Raises Stopped if the run is asked to stop."""
         directory, processes = self.report.directory, self.processes
         if start.step or self.evaluate is None or processes.on_main(lambda: bool(directory.read_metrics())):
             return
-        clock = Clock()
+        clock = PhaseClock()
         try:
             stop.check(processes)
             with stop.at_once(processes):
@@ -156,7 +130,7 @@ class Trainer:
         if evaluated:
             self.report.first_evaluation(evaluated, clock)
 
-    def evaluated(self, step: int, clock: Clock) -> dict[str, Any]:
+    def evaluated(self, step: int, clock: PhaseClock) -> dict[str, Any]:
         """Evaluates the weights of `step`, which the engine has, and returns the metrics; {} if no evaluation is due."""
         if self.evaluate is None or not self.evaluate.due(step):
             return {}

@@ -11,16 +11,17 @@ from rlgen.errors import DivergedError
 from rlgen.metrics import Metric
 from rlgen.processes import Processes
 from rlgen.rollout.parquet import Rollout
-from rlgen.run.clock import Clock
+from rlgen.rollout.samples import Ragged, Samples
+from rlgen.run.clock import PhaseClock
 from rlgen.run.console import Console, Example
-from rlgen.run.directory import RunDirectory, finite
+from rlgen.run.directory import RunDirectory, without_nonfinite
 from rlgen.run.health import Checkup, Health
 from rlgen.run.records import sample_metrics, staleness_metrics, turn_metrics
 from rlgen.run.rollouts import RolloutWriter
 from rlgen.run.sinks.open import Sinks
 from rlgen.trainers.collect import Collected
 from rlgen.trainers.results import SkippedUpdate, StepResult
-from rlgen.types import Position, Ragged, Samples
+from rlgen.types import Position
 
 Reported: TypeAlias = tuple[dict[str, Any], Checkup]
 
@@ -82,18 +83,18 @@ class Reporter:
             )
         self.console.say(f"{said}; {at.nonfinite} in a row, {self.max_nonfinite} are tolerated")
 
-    def first_evaluation(self, evaluated: Mapping[str, Any], clock: Clock) -> None:
+    def first_evaluation(self, evaluated: Mapping[str, Any], clock: PhaseClock) -> None:
         """Writes and prints the evaluation before step 1, as the record of step 0."""
 
         def write() -> None:
-            record = finite({Metric.STEP: 0, **evaluated, **clock.metrics()})
+            record = without_nonfinite({Metric.STEP: 0, **evaluated, **clock.metrics()})
             self.directory.write_metrics(record)
             self.sinks.metrics(record)
             self.console.evaluation(record)
 
         self.processes.on_main(write)
 
-    def metrics(self, step: int, got: Collected, measured: Mapping[str, Any], version: int, clock: Clock) -> Reported:
+    def metrics(self, step: int, got: Collected, measured: Mapping[str, Any], version: int, clock: PhaseClock) -> Reported:
         """Writes one object to metrics.jsonl, one line to the console, and the status. Returns that object, and what the health
         rules found.
         """
@@ -109,7 +110,7 @@ class Reporter:
                 Metric.WEIGHTS_VERSION: version,
                 **clock.metrics(),
             }
-            record = finite(record)  # the rules see the same values when a resumed run reads metrics.jsonl
+            record = without_nonfinite(record)  # the rules see the same values when a resumed run reads metrics.jsonl
             checkup = self.health(record)
             record |= checkup.metrics
             self.directory.write_metrics(record)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlgen.algorithms.base import Advantages
 from rlgen.losses.inputs import Mean, Stats
-from rlgen.run.records import as_text
+from rlgen.run.records import finite_or_text
 from rlgen.trainers.train_batch import TrainBatch
 
 
@@ -98,8 +98,8 @@ class SkippedUpdate:
     def verdict(self) -> dict[str, Any]:
         return {
             "update": self.update,
-            "loss": as_text(self.loss),
-            "grad_norm": as_text(self.grad_norm),
+            "loss": finite_or_text(self.loss),
+            "grad_norm": finite_or_text(self.grad_norm),
             "parameters": list(self.parameters),
         }
 

@@ -1,6 +1,7 @@
-"""Decides when a run is saved, and saves it. Nothing that a resumed run needs is deleted before it is saved."""
+"""Decides when a run is saved or stopped, and saves it. Nothing that a resumed run needs is deleted before it is saved."""
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -8,14 +9,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
-from rlgen.errors import CheckpointError, EngineError, Stopped
+from rlgen.errors import CheckpointError, EngineError, SentinelError, Stopped
 from rlgen.models.policy import Policy
 from rlgen.processes import Processes
-from rlgen.recipe import Recipe
+from rlgen.rewards.score import EarlyScoring
 from rlgen.rollout.sampler import Sampler
 from rlgen.run.checkpoint import Checkpoints
-from rlgen.run.clock import Clock
+from rlgen.run.clock import PhaseClock
 from rlgen.run.health import Checkup
+from rlgen.run.signals import StopNow, StopRequest
+from rlgen.run.state import random_tensors, set_random
 from rlgen.trainers.evaluate import Evaluator
 from rlgen.trainers.report import Reporter
 from rlgen.types import Position
@@ -25,7 +28,8 @@ from rlgen.types import Position
 class Saver:
     """Saves positions of a run. All processes call each method together."""
 
-    recipe: Recipe
+    steps: int  # of the run
+    every: int  # steps between two saves
     processes: Processes
     policy: Policy
     tokenizer: PreTrainedTokenizerBase
@@ -36,17 +40,17 @@ class Saver:
     report: Reporter
     evaluate: Evaluator | None
 
-    def after_step(self, at: Position, checkup: Checkup, refused: EngineError | None, clock: Clock) -> None:
+    def after_step(self, at: Position, checkup: Checkup, refused: EngineError | None, clock: PhaseClock) -> None:
         """Saves the position after a step if that is due: by the recipe, on request, as the best one, or because the run ends.
 
         Raises:
             EngineError: `refused`, after the save.
             DivergedError: a health rule ends the run; raised after the save.
         """
-        last = at.step == self.recipe.run.steps
+        last = at.step == self.steps
         ends = refused or checkup.ends
         asked = self.processes.on_main(self.report.directory.asked_to_save)
-        due = last or at.step % self.recipe.checkpoint.every == 0
+        due = last or at.step % self.every == 0
         if due or asked or refused or checkup.saves or at.step == self.pinned:
             with clock("save"):
                 self(at, wait=bool(ends or last))
@@ -105,5 +109,64 @@ class Saver:
         """Saves the last trained step, if there is one, and returns the error to raise."""
         if at.step:
             self(at, wait=True)
-        said = f"stopped {why} after step {at.step} of {self.recipe.run.steps}; go on with --resume"
+        said = f"stopped {why} after step {at.step} of {self.steps}; go on with --resume"
         return Stopped(said, self.report.directory.path)
+
+
+@dataclass(slots=True, kw_only=True)
+class Guard:
+    """What surrounds the steps of a run: a stop or a drift before weights move, and the times that a deadline is compared with.
+
+    The time of a save counts to the step after it.
+    """
+
+    save: Saver
+    early: EarlyScoring
+    saves_on_drift: bool
+    start: Position  # of the run; what was trained before is saved
+    stop: StopRequest
+    clock: PhaseClock  # of the step
+    saved: float = 0.0  # seconds of `clock` that the save before it took
+    collected: float = 0.0  # seconds of `clock` when all samples were there
+
+    @contextmanager
+    def step(self, at: Position) -> Iterator[None]:
+        """Handles the two ways in which the step after `at` ends before it changes a weight: a request to stop, and a drift.
+
+        Raises:
+            Stopped: the run was asked to stop, and is saved.
+            SentinelError: engine and trainer differ. Samples of the step are not reused after a resume.
+        """
+        self.stop.step = at.step + 1
+        self.save.finish(wait=False)
+        draws = random_tensors()
+        try:
+            yield
+        except SentinelError:
+            self.early.close()  # that of the next step too
+            self.save.invalidate_samples(at.step + 1)
+            set_random(draws)
+            if self.saves_on_drift and at != self.start:
+                self.save(at, wait=True)
+            raise
+        except StopNow:
+            self.early.close()
+            set_random(draws)
+            raise self.save.stopped(at, self.stop.why) from None
+
+    @contextmanager
+    def learning(self) -> Iterator[None]:
+        """The block moves the weights; then the learning rate of the next step follows."""
+        self.collected = self.clock.seconds
+        with self.clock("train"):
+            yield
+            self.save.schedule.step()
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Ends the step's time. The block saves, and has the clock of the next step."""
+        seconds, update = self.clock.seconds - self.saved, self.clock.seconds - self.collected
+        self.clock = PhaseClock()
+        yield
+        self.saved = self.clock.seconds
+        self.stop.took(seconds, update, *self.save.checkpoints.took())

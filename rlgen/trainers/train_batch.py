@@ -22,9 +22,10 @@ from rlgen.metrics import Metric
 from rlgen.models.policy import BasePolicy, Policy
 from rlgen.processes import Processes
 from rlgen.rollout.batch import Prompts, deal, pad_rows, unpad
+from rlgen.rollout.samples import Samples
 from rlgen.rollout.score import score_own
 from rlgen.rollout.table import RowTable
-from rlgen.types import Distribution, MicroBatch, Samples
+from rlgen.types import Distribution, MicroBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,7 @@ class TrainBatch:
         processes: Processes,
         learns_without_advantage: bool = True,
         packed: bool = False,
+        attention: float = 0.0,
     ) -> "TrainBatch":
         """Assigns the rows that `advantages` trains to processes, in micro-batches of at most `budget` tokens, and sends them.
 
@@ -72,6 +74,7 @@ class TrainBatch:
             held: the samples that this process holds, at `table.place`.
             learns_without_advantage: whether a row of advantage 0 has a gradient, for example from a KL in the loss.
             packed: whether the rows of a micro-batch are computed without padding.
+            attention: see `Policy.attention_cost`.
         """
         prompts = Prompts(table.group_id, table.prompt_tokens) if packed else None
         trained = advantages.trained.nonzero()[:, 0].numpy()
@@ -79,8 +82,9 @@ class TrainBatch:
         pairs = pairs_of(trained, advantages.pair_id.numpy())
         units = pairs or [[row] for row in trained.tolist()]
         has_gradient = np.ones(len(table), dtype=bool) if learns_without_advantage else (advantages.advantages != 0).numpy()
-        hands = deal([unit for unit in units if has_gradient[unit].any()], lengths, budget, processes.world, prompts)
-        idle = deal([unit for unit in units if not has_gradient[unit].any()], lengths, budget, processes.world, prompts)
+        how = lengths, budget, processes.world, prompts, attention
+        hands = deal([unit for unit in units if has_gradient[unit].any()], *how)
+        idle = deal([unit for unit in units if not has_gradient[unit].any()], *how)
         trainer = np.full(len(table), -1)
         for rank in range(processes.world):
             trainer[[row for rows in (*hands[rank], *idle[rank]) for row in rows]] = rank
@@ -187,6 +191,7 @@ class TrainBatchBuilder:
     distribution: Distribution  # that the run samples from
     budget: int  # tokens of a micro-batch
     packed: bool = False  # whether the policy computes the rows of a micro-batch without padding
+    attention: float = 0.0  # see `Policy.attention_cost`
 
     def build(self, table: RowTable, held: Samples, epoch: float) -> Planned:
         planned = self.plan(table, held, epoch, self.kl(table, held))
@@ -197,7 +202,9 @@ class TrainBatchBuilder:
         """Does what `build` does, but runs no model: `kl` is known, and the log-probs of the reference are left out."""
         advantages = self.algorithm.advantages(table.scores(self.weights, kl))
         alone = self.algorithm.learns_without_advantage
-        train_batch = TrainBatch.of(table, held, advantages, epoch, self.budget, self.processes, alone, self.packed)
+        train_batch = TrainBatch.of(
+            table, held, advantages, epoch, self.budget, self.processes, alone, self.packed, attention=self.attention
+        )
         if kl is None:
             return train_batch, advantages, {}
         tokens = int(table.sampled_tokens.sum())

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +74,7 @@ class Pool:
         self._limits = limits
         self._printer = Printer(output)
         self._workers: list[WorkerProcess] = []
-        self._facts: list[FunctionFacts] | None = None
+        self._facts: Future[list[FunctionFacts]] = Future()  # what the first worker found out
         self._seconds: dict[int, float] = {}  # mean seconds of a call by function, an exponential moving average
         self._failed, self._failed_at = 0, 0.0  # failed starts in a row, and the time of the last one
         self.killed = self.lost = 0  # number of workers since the pool was made
@@ -88,7 +89,6 @@ class Pool:
         self._thread = threading.Thread(target=self._serve, name=self._trade.plural, daemon=True)
         self._changed = threading.Condition()  # guards all fields above between the thread and the callers
         self._closed = False
-        self._error: Exception | None = None  # of the first imports
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         for end in (self._wake, self._woken):
@@ -104,12 +104,7 @@ class Pool:
     def facts(self) -> list[FunctionFacts]:
         """Waits for what the first worker found out about the functions. Raises RlgenError if an import fails or does not end."""
         self.start()
-        with self._changed:
-            self._changed.wait_for(lambda: self._facts is not None or self._error is not None)
-            if self._facts is None:
-                assert self._error is not None
-                raise self._error
-            return self._facts
+        return self._facts.result()
 
     def join(self, stream: CallStream) -> None:
         """Opens the pool for calls of a stream, which other pools may serve too. Only one is open at a time.
@@ -167,8 +162,7 @@ class Pool:
         return self._async if self._is_async(call) else self._plain
 
     def _is_async(self, call: WorkerCall) -> bool:
-        assert self._facts is not None  # there are no calls before
-        return self._facts[call.source].is_async
+        return self._facts.result()[call.source].is_async  # there are no calls before it is known
 
     def _notify(self) -> None:
         """Wakes the thread, whether it waits for the condition or in the selector."""
@@ -191,13 +185,13 @@ class Pool:
     @property
     def _busy(self) -> bool:
         """Returns whether calls wait or run, or the first import is not done. Between steps nothing is, and the thread sleeps."""
-        return self._waiting or any(worker.calls for worker in self._workers) or self._facts is None
+        return self._waiting or any(worker.calls for worker in self._workers) or not self._facts.done()
 
     def _serve(self) -> None:
         """Runs the thread: waits for an event on a worker's socket and handles it, until the pool is closed."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or (self._busy and self._error is None))
+                self._changed.wait_for(lambda: self._closed or self._busy)
             began = time.monotonic()
             events = self._selector.select(POLL)
             late = time.monotonic() - began - POLL
@@ -214,9 +208,8 @@ class Pool:
                     self._abandon()
                     if stream is not None:
                         stream.came.put(error)
-                    elif self._facts is None:
-                        self._error = error
-                    self._changed.notify_all()
+                    elif not self._facts.done():
+                        self._facts.set_exception(error)
 
     def _step(self, events: Sequence[tuple[selectors.SelectorKey, int]]) -> None:
         """Reads the messages of workers, checks workers for death and timeouts, and sends out calls."""
@@ -231,7 +224,7 @@ class Pool:
             self._looked = now
             for worker in list(self._workers):
                 self._look_at(worker, now)
-        if self._facts is None or self._stream is not None:
+        if not self._facts.done() or self._stream is not None:
             self._hand_out()
 
     def _exchange(self, worker: WorkerProcess, mask: int) -> None:
@@ -278,10 +271,9 @@ class Pool:
             FunctionFacts(tuple((name, kind, required) for name, kind, required in fact.pop("parameters")), **fact)
             for fact in found
         ]
-        if self._facts is None:
-            self._facts = facts
-            self._changed.notify_all()
-        elif [fact.sha256 for fact in facts] != [fact.sha256 for fact in self._facts]:
+        if not self._facts.done():
+            self._facts.set_result(facts)
+        elif [fact.sha256 for fact in facts] != [fact.sha256 for fact in self._facts.result()]:
             one = self._trade.one
             raise self._trade.error(f"{self._trade.plural}: the code of a {one} has changed since the run began; start it again")
 
@@ -308,7 +300,7 @@ class Pool:
         if self._workers:
             start = more and now - self._none_waited > GROW_AFTER and all(w.calls or not w.ready for w in self._workers)
         else:
-            start = self._facts is None or self._waiting
+            start = not self._facts.done() or self._waiting
         if start:
             self._none_waited = now
             self._start()
@@ -429,13 +421,13 @@ class Pool:
         """Counts a failed start. Raises RlgenError if none ever worked, or STARTS have failed in a row and no worker is left."""
         if since > self._failed_at:  # workers started at the same time fail for the same reason: count once
             self._failed, self._failed_at = self._failed + 1, time.monotonic()
-        if self._facts is None or (self._failed >= STARTS and not self._workers):
+        if not self._facts.done() or (self._failed >= STARTS and not self._workers):
             raise self._trade.error(why)
         log.warning("%s; it has worked before, and the run goes on", why)
 
     def _file(self, worker: WorkerProcess) -> str | None:
         """Returns the user's file whose lines are preferred when a worker's stack is read; None: not known."""
-        if worker.ready and self._facts is not None:
-            return next((self._facts[worker.calls[call].source].file for call in worker.began), None)
+        if worker.ready:
+            return next((self._facts.result()[worker.calls[call].source].file for call in worker.began), None)
         files = (source.use.rpartition(":")[0] for source in self._sources)
         return next((file for file in files if file.endswith(".py")), None)

@@ -143,6 +143,7 @@ def sharded(place: Place) -> Finding:
     from rlgen.recipe import load_recipe
     from rlgen.rollout.batch import collate
     from rlgen.setup.policy import build_policy, open_shards
+    from rlgen.setup.settings import TrainSettings
     from rlgen.types import WHOLE
 
     device = torch.device(place.device)
@@ -161,9 +162,9 @@ def sharded(place: Place) -> Finding:
         seconds, most, gradients, logp, packs = {}, {}, {}, {}, {}
         for kind in ("whole", "sharded"):
             policy = (
-                build_policy(loaded, folder, prompts, device)
+                build_policy(TrainSettings.of(loaded), folder, prompts, device)
                 if kind == "whole"
-                else open_shards(loaded, folder, mesh_of(processes, None), processes, prompts, True, print)
+                else open_shards(TrainSettings.of(loaded), folder, mesh_of(processes, None), processes, prompts, True, print)
             )
             packs[kind] = policy.packed
 

@@ -83,8 +83,8 @@ def opened(place: Place, engine: dict[str, Any]) -> Iterator[Any]:
 
     path = recipe(place, path_of(place, "large"), engine, DTYPE="bfloat16")
     loaded = load_recipe(path, []).recipe
-    with closing(open_trainer_and_engine(loaded, open_data(loaded), None, Processes.alone(), Path(place.folder), print)) as both:
-        yield probe_of(loaded, both)
+    with closing(open_trainer_and_engine(open_data(loaded), None, Processes.alone(), Path(place.folder), print)) as both:
+        yield probe_of(both)
 
 
 def gap_of(probe: Any) -> float:

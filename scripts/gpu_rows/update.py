@@ -120,7 +120,8 @@ def made_up(shape: Shape, vocabulary: int, ragged: bool = False) -> Any:
     """Returns samples of random ids, in groups of eight with one prompt whose rewards differ; `ragged`: and whose lengths do."""
     import numpy as np
 
-    from rlgen.types import Sample, Samples, ids_of, logp_of, one_span
+    from rlgen.rollout.samples import Samples
+    from rlgen.types import Sample, ids_of, logp_of, one_span
 
     random = np.random.default_rng(0)
     prompts = random.integers(0, vocabulary, (-(-shape.rows // GROUP), PROMPT)).tolist()

@@ -27,7 +27,7 @@ from rlgen.analysis.run import read_run
 from rlgen.analysis.summary import duration, summary_of, verdicts_of
 from rlgen.cli.app import app
 from rlgen.recipe.trainers import CorrectionRecipe
-from rlgen.types import Ragged
+from rlgen.rollout.samples import Ragged
 
 Proof = Callable[[str], None]
 

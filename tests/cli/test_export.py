@@ -231,7 +231,7 @@ def test_an_interrupted_export_leaves_nothing_that_looks_like_one(adapter_run: P
 import os, signal
 from pathlib import Path
 from rlgen import files
-files.flush_tree = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
+files.flush_folder = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
 from rlgen.cli.export import export_command
 export_command(Path({str(adapter_run)!r}), Path({str(tmp_path / "out")!r}))
 """

@@ -17,7 +17,7 @@ from rlgen.cli.rewards import rewards_test_command
 from rlgen.errors import CheckpointError, SetupError, UsageError
 from rlgen.files import read_json
 from rlgen.recipe import load_recipe
-from rlgen.recipe.schema import HEADER, recipe_schema
+from rlgen.recipe.keys import HEADER, recipe_schema
 from rlgen.setup.attempt import train
 from rlgen.setup.reopen import TrainOptions
 

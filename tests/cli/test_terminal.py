@@ -25,9 +25,10 @@ from rlgen import __version__ as rlgen_version
 from rlgen.errors import RewardError
 from rlgen.files import read_json
 from rlgen.rollout.parquet import Rollout
+from rlgen.rollout.samples import Ragged, Samples
 from rlgen.run.console import Console, Terminal
 from rlgen.run.rollouts import RolloutWriter
-from rlgen.types import Prompt, Ragged, Samples, ids_of, logp_of
+from rlgen.types import Prompt, ids_of, logp_of
 
 Patch = pytest.MonkeyPatch
 Proof = Callable[[str], None]
@@ -210,7 +211,7 @@ SHOW = """
 import sys
 from pathlib import Path
 from rlgen.recipe import load_recipe
-from rlgen.run.console import Example, apart
+from rlgen.run.console import Example
 from rlgen.run.live import open_console
 from rlgen.run.directory import read_records
 

@@ -27,7 +27,7 @@ from rlgen.models.tiny import byte_tokenizer
 from rlgen.models.weights import checkpoint_tensors
 from rlgen.processes import Processes
 from rlgen.rollout.answers import check_answers
-from rlgen.rollout.sample import groups_of, rollout
+from rlgen.rollout.sample import build_groups, rollout
 from rlgen.rollout.score import score, sure_of
 from rlgen.sentinel.bounds import engine_gap
 from rlgen.types import WHOLE, Completion, Distribution, Prompt, Request, Sampling, ids_of
@@ -312,12 +312,12 @@ def test_a_text_ends_completions_and_the_token_that_completes_it_is_kept(kind: s
             ended += 1
     assert ended >= 2
     prompts = [Prompt(position=place, row=0, text="", prompt_ids=one.prompt_ids, columns={}) for place, one in enumerate(asked)]
-    groups = groups_of(prompts, asked, answers, replace(free, stop=stop), byte_tokenizer())
+    groups = build_groups(prompts, asked, answers, replace(free, stop=stop), byte_tokenizer())
     assert sum(any(group.samples[0].completion.endswith(part) for part in stop) for group in groups) == ended
     cut = next(place for place, one in enumerate(answers) if len(one.token_ids) < len(whole[place].token_ids))
     answers[cut] = replace(answers[cut], token_ids=answers[cut].token_ids[:-1], logp=answers[cut].logp[:-1])
     with pytest.raises(SentinelError, match="neither a stop token nor a text of rollout") as caught:
-        groups_of(prompts, asked, answers, replace(free, stop=stop), byte_tokenizer())
+        build_groups(prompts, asked, answers, replace(free, stop=stop), byte_tokenizer())
     assert caught.value.fault is Fault.DROPPED_STOP_TOKEN
 
 

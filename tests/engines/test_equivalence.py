@@ -29,6 +29,7 @@ from rlgen.models.load import locate
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
+from rlgen.rollout.samples import Samples
 from rlgen.rollout.score import score
 from rlgen.rollout.table import RowTable
 from rlgen.run.console import Console
@@ -37,7 +38,7 @@ from rlgen.sentinel.sync import send_weights
 from rlgen.setup import trainer as opening
 from rlgen.setup import trainer_and_engine
 from rlgen.trainers.train_batch import TrainBatch
-from rlgen.types import Completion, Distribution, Request, Sample, Samples, Sampling
+from rlgen.types import Completion, Distribution, Request, Sample, Sampling
 
 PROMPTS = ["7", "sort 3 1 2: ", "The quick brown fox jumps over the lazy dog. ", "sort 3 1 2: ", "once upon a time"]
 TWINS = 1, 3  # places of the prompt that is there twice

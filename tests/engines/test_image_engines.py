@@ -19,7 +19,7 @@ from rlgen.models.vision import of_vision
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
 from rlgen.rollout.answers import check_answers
-from rlgen.rollout.sample import groups_of
+from rlgen.rollout.sample import build_groups
 from rlgen.rollout.score import score
 from rlgen.sentinel.sync import send_weights
 from rlgen.types import WHOLE, Completion, Prompt, Request, Sample, Sampling
@@ -69,7 +69,7 @@ def samples(asked_for: Sequence[Request], answers: Sequence[Completion], engine:
         Prompt(position=place, row=place, text="", prompt_ids=one.prompt_ids, columns={}, images=one.images)
         for place, one in enumerate(asked_for)
     ]
-    groups = groups_of(prompts, asked_for, answers, SAMPLING, Decoder())  # type: ignore[arg-type]
+    groups = build_groups(prompts, asked_for, answers, SAMPLING, Decoder())  # type: ignore[arg-type]
     return [sample for group in groups for sample in group.samples]
 
 

@@ -22,6 +22,7 @@ from rlgen.errors import EngineError, Fault, SentinelError
 from rlgen.models.weights import checkpoint_tensors
 from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
+from rlgen.rollout.samples import Samples
 from rlgen.sentinel.probe import Probe
 from rlgen.sentinel.rungs import changed_sync
 from rlgen.sentinel.verdict import Outcome
@@ -29,7 +30,7 @@ from rlgen.sentinel.watch import Watch
 from rlgen.setup.data import open_data
 from rlgen.setup.probe import probe_of
 from rlgen.setup.trainer_and_engine import open_trainer_and_engine
-from rlgen.types import WHOLE, Completion, Samples, Sampling
+from rlgen.types import WHOLE, Completion, Sampling
 
 SAMPLING = Sampling(max_tokens=3, temperature=1.0, stop_ids=(259,))
 ASKED = [request([1, 2], 0)]
@@ -239,9 +240,9 @@ def sleepy(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Probe, l
     monkeypatch.setattr(TransformersEngine, "sleep", sleep)
     monkeypatch.setattr(TransformersEngine, "sync", waking_sync)
     recipe = load_recipe(recipe_file, ["engine={kind: transformers}"]).recipe
-    both = open_trainer_and_engine(recipe, open_data(recipe), None, Processes.alone(), recipe_file.parent, print)
+    both = open_trainer_and_engine(open_data(recipe), None, Processes.alone(), recipe_file.parent, print)
     calls.clear()  # of the engine's own trial when it opens
-    return probe_of(recipe, both), calls
+    return probe_of(both), calls
 
 
 def test_the_ladder_sleeps_before_it_sends(sleepy: tuple[Probe, list[str]]) -> None:

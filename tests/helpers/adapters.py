@@ -13,9 +13,10 @@ from rlgen.processes import Processes
 from rlgen.recipe.models import LoraRecipe
 from rlgen.rollout.batch import collate
 from rlgen.rollout.sample import rollout
+from rlgen.rollout.samples import Samples
 from rlgen.rollout.score import score
 from rlgen.sentinel.bounds import engine_gap
-from rlgen.types import WHOLE, Sample, Samples, Sampling
+from rlgen.types import WHOLE, Sample, Sampling
 
 SAMPLING = Sampling(max_tokens=16, temperature=1.0, stop_ids=(257, 259))
 # Projections that the engine packs, that are packed already, that are transposed; tied heads; experts that are not adapted.

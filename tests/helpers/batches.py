@@ -8,7 +8,8 @@ from torch import Tensor
 from helpers.samples import make_sample
 from rlgen.models.policy import Policy
 from rlgen.rollout.batch import collate
-from rlgen.types import Distribution, MicroBatch, Samples
+from rlgen.rollout.samples import Samples
+from rlgen.types import Distribution, MicroBatch
 
 
 def random_batch(prompt: int, completions: Sequence[int]) -> MicroBatch:

@@ -15,7 +15,7 @@ from tokenizers.models import BPE
 from rlgen.analysis.pack import BYTES
 from rlgen.recipe import Recipe, dump_recipe
 from rlgen.rollout.parquet import Rollout, write_part
-from rlgen.types import Ragged, Samples
+from rlgen.rollout.samples import Ragged, Samples
 
 RECIPE: dict[str, Any] = {
     "run": {"name": "made"},

@@ -23,11 +23,12 @@ from rlgen.models.parts import part, whole
 from rlgen.models.policy import Policy
 from rlgen.models.sharding import mesh_of, shard
 from rlgen.processes import Processes
+from rlgen.rollout.samples import Samples
 from rlgen.rollout.score import score
 from rlgen.rollout.table import RowTable
 from rlgen.trainers.train_batch import TrainBatch
 from rlgen.trainers.update import Updater
-from rlgen.types import WHOLE, Sample, Samples
+from rlgen.types import WHOLE, Sample
 
 # Without a KL, rows without advantage go through no backward pass.
 ALGORITHMS = {**loss_cases.ALGORITHMS, "no kl": loss_cases.grpo(beta=0.0)}

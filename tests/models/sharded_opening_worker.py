@@ -23,6 +23,7 @@ from rlgen.models.weights import checkpoint_tensors, own_tensors
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
 from rlgen.setup.policy import open_policies
+from rlgen.setup.settings import TrainSettings
 
 # Anonymous memory of a process, without pages of mapped files; read from outside, where its interpreter's lock delays nothing.
 WATCH = """
@@ -55,7 +56,7 @@ def measured(folder: str, beta: float, processes: Processes) -> dict[str, int]:
     words = [sys.executable, "-S", "-c", WATCH, str(os.getpid())]
     watch = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert watch.stdout is not None and watch.stdout.readline() == "ready\n"
-    policies = open_policies(recipe, folder, algorithm, None, processes, None, TEXTS, print)
+    policies = open_policies(TrainSettings.of(recipe), folder, algorithm, None, processes, None, TEXTS, print)
     most, _ = watch.communicate("")
     assert (policies.reference is not None) == (beta > 0)
     return {"peak": (int(most) << 10) - before, "held": anonymous() - before}
@@ -65,7 +66,9 @@ def compared(folder: str, processes: Processes) -> dict[str, Any]:
     """What differs between a model opened by shards and one that `from_pretrained` has loaded; and what was said."""
     said: list[str] = []
     recipe = sharded(folder, 0.1)
-    policies = open_policies(recipe, folder, build_algorithm(recipe.trainer), None, processes, None, TEXTS, said.append)
+    policies = open_policies(
+        TrainSettings.of(recipe), folder, build_algorithm(recipe.trainer), None, processes, None, TEXTS, said.append
+    )
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert policies.reference is not None
     return {

@@ -11,6 +11,7 @@ from dataclasses import make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import sweep
@@ -187,19 +188,14 @@ def test_kernels_of_every_kind_of_experts_are_built_anew() -> None:
 
 
 def test_outcomes_of_the_sweep() -> None:
-    def refused() -> sweep.Result:
-        raise SetupError("model.path: no")
-
-    def two_lines() -> sweep.Result:
-        raise SetupError("model.path: no\nand more")
-
-    def traceback() -> sweep.Result:
-        raise KeyError("num_heads")
+    def raising(error: Exception) -> Callable[[], sweep.Result]:
+        return Mock(side_effect=error)
 
     assert sweep.outcome(lambda: {"outcome": "healthy"}) == {"outcome": "healthy"}
-    assert sweep.outcome(refused) == {"outcome": "refused", "exit": 3, "said": "model.path: no"}
-    assert sweep.outcome(two_lines)["outcome"] == "defect"
-    found = sweep.outcome(traceback)
+    refused = {"outcome": "refused", "exit": 3, "said": "model.path: no"}
+    assert sweep.outcome(raising(SetupError("model.path: no"))) == refused
+    assert sweep.outcome(raising(SetupError("model.path: no\nand more")))["outcome"] == "defect"
+    found = sweep.outcome(raising(KeyError("num_heads")))
     assert (found["outcome"], found["exit"]) == ("defect", 70) and found["said"].startswith("KeyError: 'num_heads'")
 
 

@@ -22,8 +22,8 @@ from rlgen.models.load import cached_model, check_model, load_model, load_tokeni
 from rlgen.models.tiny import build_tiny, byte_tokenizer
 from rlgen.recipe import load_recipe
 from rlgen.rollout.batch import collate
+from rlgen.rollout.samples import Samples
 from rlgen.setup.data import open_data
-from rlgen.types import Samples
 
 Proof = Callable[[str], None]
 

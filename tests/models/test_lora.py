@@ -21,8 +21,9 @@ from rlgen.models.weights import base_digest, checkpoint_tensors, model_tensors,
 from rlgen.processes import Processes
 from rlgen.recipe.models import LoraRecipe
 from rlgen.rollout.batch import collate
+from rlgen.rollout.samples import Samples
 from rlgen.run.checkpoint import Checkpoints, load_checkpoint
-from rlgen.types import WHOLE, Samples
+from rlgen.types import WHOLE
 
 SMALL = LoraRecipe(rank=4, alpha=8.0)
 # Plain, packed and transposed projections; experts that are no linear layers, and a shared one that is.

@@ -1,6 +1,7 @@
 """Memory is counted as it is: parameters, moments and cache to the byte, activations beside what autograd and torch's allocator
 really hold on the CPU. What a GPU's allocator, its kernels and vLLM take, `make gpu-check` compares."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
@@ -162,6 +163,7 @@ def test_the_estimated_peaks_are_those_of_the_allocator(name: str, checkpointing
 
 def allocated(run: Callable[[], Any]) -> tuple[int, int]:
     """Bytes that torch's allocator gave out while something ran: at the peak, and left at the end."""
+    gc.collect()  # what other tests have left would be freed while it runs
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         held = run()
     del held

@@ -9,7 +9,7 @@ import torch
 
 from rlgen.errors import EngineError, SetupError
 from rlgen.models.memory_errors import Phase, memory_advice, memory_for
-from rlgen.out_of_memory import is_out_of_memory, peak, reason
+from rlgen.out_of_memory import failure_reason, is_out_of_memory, peak_memory
 from rlgen.recipe import load_recipe
 
 GIB = 1 << 30
@@ -29,7 +29,7 @@ GIB = 1 << 30
 )
 def test_what_means_too_little_memory(error: Exception, is_one: bool) -> None:
     assert is_out_of_memory(error) is is_one
-    said = reason(error, "a test", ["less", "more"])
+    said = failure_reason(error, "a test", ["less", "more"])
     assert ("does not suffice for a test: " in said and "most: less or more;" in said) if is_one else said == str(error)
     with pytest.raises(SetupError if is_one else type(error)) as caught, memory_for("a test", ["less"], SetupError):
         raise error
@@ -37,7 +37,9 @@ def test_what_means_too_little_memory(error: Exception, is_one: bool) -> None:
 
 
 def test_an_error_without_words_has_a_name_and_a_told_one_is_not_told_again() -> None:
-    assert reason(MemoryError(), "a test", ["less"]).startswith("the memory does not suffice for a test: MemoryError; peak ")
+    assert failure_reason(MemoryError(), "a test", ["less"]).startswith(
+        "the memory does not suffice for a test: MemoryError; peak "
+    )
     told = EngineError("the memory does not suffice for its wake-up: CUDA out of memory")
     with pytest.raises(EngineError) as caught, memory_for("the model", ["less"], SetupError):
         raise told
@@ -45,14 +47,14 @@ def test_an_error_without_words_has_a_name_and_a_told_one_is_not_told_again() ->
 
 
 def test_the_peak_is_that_of_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    resident = float(peak().split()[1])
-    assert peak().startswith("peak ") and " GiB resident, of " in peak() and 0.05 < resident < 100
+    resident = float(peak_memory().split()[1])
+    assert peak_memory().startswith("peak ") and " GiB resident, of " in peak_memory() and 0.05 < resident < 100
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 12 * GIB)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 13 * GIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB))
-    assert peak() == "peak 12.00 GiB allocated, 13.00 GiB reserved, of 80.00 GiB"
+    assert peak_memory() == "peak 12.00 GiB allocated, 13.00 GiB reserved, of 80.00 GiB"
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])

@@ -18,9 +18,11 @@ from rlgen.models.load import load_model, locate
 from rlgen.models.policy import Policy
 from rlgen.recipe import Recipe
 from rlgen.rollout.batch import Prompts, collate, deal, plan
+from rlgen.rollout.samples import Samples
 from rlgen.setup import TrainOptions, train
 from rlgen.setup.policy import build_policy
-from rlgen.types import WHOLE, MicroBatch, Samples
+from rlgen.setup.settings import TrainSettings
+from rlgen.types import WHOLE, MicroBatch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -132,21 +134,21 @@ def recipe(compiled: bool = False, **optim: object) -> Recipe:
 
 def test_a_recipe_packs_where_it_can_and_where_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     folder, said = locate("tiny:qwen3"), ({}, {"packing": False}, {"packing": True})
-    assert [build_policy(recipe(**one), folder, TEXTS, CPU).packed for one in said] == [True, False, True]
-    assert not build_policy(recipe(compiled=True), folder, TEXTS, CPU).packed
+    assert [build_policy(TrainSettings.of(recipe(**one)), folder, TEXTS, CPU).packed for one in said] == [True, False, True]
+    assert not build_policy(TrainSettings.of(recipe(compiled=True)), folder, TEXTS, CPU).packed
     monkeypatch.setattr("rlgen.setup.policy.can_pack", lambda device, dtype: False)
-    assert not build_policy(recipe(), folder, TEXTS, CPU).packed
+    assert not build_policy(TrainSettings.of(recipe()), folder, TEXTS, CPU).packed
     with pytest.raises(SetupError, match=r"optim\.packing: a GPU packs rows in bfloat16 only"):
-        build_policy(recipe(packing=True), folder, TEXTS, CPU)
+        build_policy(TrainSettings.of(recipe(packing=True)), folder, TEXTS, CPU)
 
 
 @pytest.mark.slow
 def test_a_model_that_cannot_be_packed_says_so(tmp_path: Path) -> None:
     sweep.build("recurrent_gemma", tmp_path)
-    unpacked = build_policy(recipe(), str(tmp_path), TEXTS, CPU)
+    unpacked = build_policy(TrainSettings.of(recipe()), str(tmp_path), TEXTS, CPU)
     assert not unpacked.packed and "other hidden states" in (unpacked.unpacked or "")
     with pytest.raises(SetupError, match=r"optim\.packing: RecurrentGemmaForCausalLM computes other hidden states"):
-        build_policy(recipe(packing=True), str(tmp_path), TEXTS, CPU)
+        build_policy(TrainSettings.of(recipe(packing=True)), str(tmp_path), TEXTS, CPU)
 
 
 def test_packed_micro_batches_are_filled() -> None:
@@ -161,17 +163,19 @@ def test_packed_micro_batches_are_filled() -> None:
     assert plan([[1]], lengths, 50, prompts) == [[1]], "a row may exceed the budget"
 
 
-def test_groups_stay_in_one_process_where_the_tokens_allow_it() -> None:
+def test_groups_stay_in_one_process_where_the_balance_allows_it() -> None:
     group, lengths = np.repeat(np.arange(4), 8), [110 + 10 * (row % 8) for row in range(32)]
     prompts = Prompts(group=group, tokens=np.full(32, 100))
-    of_two = deal([[row] for row in range(32)], lengths, 10**6, 2, prompts)
-    assert of_two == [[list(range(16))], [list(range(16, 32))]]
-    hands = deal([[row] for row in range(32)], lengths, 10**6, 3, prompts)
-    own = [sum(lengths[row] - 100 for rows in hand for row in rows) for hand in hands]
-    assert max(own) - min(own) <= 80 and sum(own) == 4 * 360, "no more than a row apart"
-    assert sorted(row for hand in hands for rows in hand for row in rows) == list(range(32))
-    assert [len(set(group[rows].tolist())) for hand in hands for rows in hand] == [2, 2, 2]
-    assert deal([[0]], lengths, 10**6, 2, prompts) == [[[]], [[0]]], "every process runs as many micro-batches"
+    units = [[row] for row in range(32)]
+    of_two = deal(units, lengths, 10**6, 2, prompts)
+    assert [sorted(set(group[rows].tolist())) for hand in of_two for rows in hand] == [[0, 3], [1, 2]]
+    assert sorted(row for hand in of_two for rows in hand for row in rows) == list(range(32))
+    of_three = deal(units, lengths, 10**6, 3, prompts)
+    parts = [[row for rows in hand for row in rows] for hand in of_three]
+    computed = [sum(lengths[row] - 100 for row in rows) + 100 * len(set(group[rows].tolist())) for rows in parts]
+    assert max(computed) - min(computed) <= 100, "no more than a prompt apart"
+    assert sum(len(set(group[rows].tolist())) for hand in of_three for rows in hand) <= 8, "no group in more than two processes"
+    assert sorted(map(len, deal([[0]], lengths, 10**6, 2, prompts))) == [1, 1], "every process runs as many micro-batches"
 
 
 RUN = """\

@@ -27,8 +27,9 @@ from rlgen.models.tiny import ARCHITECTURES, build_tiny
 from rlgen.models.weights import base_digest, own_tensors
 from rlgen.processes import Processes
 from rlgen.recipe.models import LoraRecipe
-from rlgen.run.state import Room, load_weights
+from rlgen.run.state import Room, load_model_weights
 from rlgen.setup.policy import build_policy, build_shards
+from rlgen.setup.settings import TrainSettings
 
 MIB = 1 << 20
 QUICK = ["qwen3", "llama", "qwen3_moe", "gpt2"]  # a tied head and one of its own, experts that are stacked, other names
@@ -80,7 +81,7 @@ def test_a_process_reads_its_rows_of_each_tensor(name: str, world: int, as_last_
     folder, said, processes = str(build_tiny(name)), list[str](), as_last_of(world)
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     full = dict(expected.named_parameters(remove_duplicate=False))
-    model = build_shards(sharded(folder), folder, mesh_of(processes, None), True, said.append).model
+    model = build_shards(TrainSettings.of(sharded(folder)), folder, mesh_of(processes, None), True, said.append).model
     own = dict(model.named_parameters(remove_duplicate=False))
     assert own.keys() == full.keys()
     for key, shard in own.items():
@@ -105,8 +106,8 @@ def test_a_checkpoint_is_restored_by_rows(name: str, tmp_path: Path, as_last_of:
     saved.save_pretrained(tmp_path)
     full = dict(saved.named_parameters())
     folder, mesh = str(build_tiny(name)), mesh_of(as_last_of(2), None)
-    model = build_shards(sharded(folder), folder, mesh, True, print).model
-    load_weights(tmp_path, model)
+    model = build_shards(TrainSettings.of(sharded(folder)), folder, mesh, True, print).model
+    load_model_weights(tmp_path, model)
     for key, shard in model.named_parameters():
         assert torch.equal(part(shard), rows_of_last(full[key], 2)), key
 
@@ -116,13 +117,15 @@ def test_an_adapter_is_whole_over_a_base_in_shards(as_last_of: Callable[[int], P
     folder = str(build_tiny("qwen3"))
     plain = sharded(folder)
     recipe = plain.model_copy(update={"model": plain.model.model_copy(update={"lora": LoraRecipe(rank=4)})})
-    expected = adapter_tensors(build_policy(recipe, folder, TEXTS, torch.device("cpu")).model)
-    model = build_shards(recipe, folder, mesh_of(as_last_of(2), None), True, print).model
+    expected = adapter_tensors(build_policy(TrainSettings.of(recipe), folder, TEXTS, torch.device("cpu")).model)
+    model = build_shards(TrainSettings.of(recipe), folder, mesh_of(as_last_of(2), None), True, print).model
     own = adapter_tensors(model)
     assert own.keys() == expected.keys() and all(torch.equal(own[name], expected[name]) for name in own)
     assert {name for name, one in model.named_parameters() if one.requires_grad} == set(own)
     assert all(isinstance(tensor, DTensor) for tensor in own_tensors(model).values())
-    assert base_digest(model, gather=False) != base_digest(build_policy(plain, folder, TEXTS, torch.device("cpu")).model)
+    assert base_digest(model, gather=False) != base_digest(
+        build_policy(TrainSettings.of(plain), folder, TEXTS, torch.device("cpu")).model
+    )
 
 
 @pytest.mark.parametrize(("world", "count", "writes"), [(2, None, True), (4, 2, False)])
@@ -132,7 +135,7 @@ def test_of_equal_shards_the_first_are_written(
     """Process 3 of [[0, 1], [2, 3]] holds the shards of process 1."""
     folder, mesh = str(build_tiny("qwen3")), mesh_of(as_last_of(world), count)
     assert mesh.mesh.tolist() == ([0, 1] if count is None else [[0, 1], [2, 3]])
-    shards = dict(build_shards(sharded(folder), folder, mesh, True, print).model.named_parameters())
+    shards = dict(build_shards(TrainSettings.of(sharded(folder)), folder, mesh, True, print).model.named_parameters())
     copied = Room().moments(shards | {"whole": torch.zeros(1)}, is_main=False)
     assert set(copied) == (set(shards) if writes else set())
 

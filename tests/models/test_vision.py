@@ -18,7 +18,8 @@ from rlgen.models.load import load_model, locate
 from rlgen.models.policy import Policy
 from rlgen.models.vision import decoded, of_vision, with_placeholders
 from rlgen.rollout.batch import collate
-from rlgen.types import WHOLE, Image, Sample, Samples
+from rlgen.rollout.samples import Samples
+from rlgen.types import WHOLE, Image, Sample
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlgen.models.load import load_model
 from rlgen.models.tiny import build_tiny
 from rlgen.models.weights import checkpoint_tensors, model_tensors, own_tensors
-from rlgen.run.checkpoint import load_weights
+from rlgen.run.state import load_model_weights
 
 # Held as in the checkpoint; renamed parts; packed experts of four layouts, one with a buffer that a checkpoint keeps.
 NAMES = ["qwen3", "phi3", "gpt2", "mixtral", "qwen3_moe", "granitemoe", "glm4_moe"]
@@ -44,7 +44,7 @@ def test_sent_is_what_save_pretrained_writes_and_comes_back(name: str, tmp_path:
     assert not any(tensor.requires_grad for tensor in sent.values())
     assert equal(dict(model_tensors(model, shuffled(sent))), own)
     places = {name: parameter.data_ptr() for name, parameter in other.named_parameters()}
-    load_weights(tmp_path, other)
+    load_model_weights(tmp_path, other)
     assert equal(own, own_tensors(other))
     assert places == {name: parameter.data_ptr() for name, parameter in other.named_parameters()}, "it is loaded in place"
 

@@ -19,10 +19,11 @@ from rlgen.models.policy import PolicyScores
 from rlgen.processes import Processes
 from rlgen.recipe.trainers import TrainerRecipe
 from rlgen.rewards.score import weighted_sums
+from rlgen.rollout.samples import Ragged, Samples
 from rlgen.rollout.table import RowTable
 from rlgen.trainers.train_batch import TrainBatch, TrainBatchBuilder
 from rlgen.trainers.update import Updater, UpdateResult
-from rlgen.types import WHOLE, Distribution, MicroBatch, Ragged, Samples
+from rlgen.types import WHOLE, Distribution, MicroBatch
 
 ROWS, WIDTH, GROUP = 24, 8, 4
 MAX_TOKENS = 10

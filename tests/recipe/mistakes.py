@@ -59,6 +59,12 @@ FILES = {
     "few.jsonl": lines(ROWS[:3]),
     "holes.jsonl": lines([{**row, "answer": "" if number % 2 else row["answer"]} for number, row in enumerate(ROWS)]),
     "wrong.py": "import no_such_package\n\ndef f(completion):\n    return 1.0\n",
+    "counter.py": "calls = []\n\ndef f(completion, answer):\n    calls.append(1)\n    return float(len(calls))\n",
+    "nothing.py": "def f(completion, answer):\n    score = float(answer in completion)\n",
+    "verl.py": "def f(solution_str, answer):\n    return 1.0\n",
+    "text.py": "def f(completion, answer):\n    return '1.0'\n",
+    "one.py": "def f(completions, answer):\n    return 1.0\n",
+    "share.jsonl": lines([{"conversations": [{"from": "human", "value": "a"}], "answer": "b"}] * 20),
     "typo.py": "def f(completion:\n    return 1.0\n",
 }
 
@@ -90,6 +96,7 @@ def add(a: int, b: int) -> int:
     """
     return a + b
 '''
+ANY = {"rewards.py": "def correct(completion):\n    return 1.0\n"}  # a reward that needs no column
 REWARD = 'rewards: [{use: "rewards.py:%s"}]'
 
 MISTAKES: dict[str, Mistake] = {
@@ -109,19 +116,8 @@ MISTAKES: dict[str, Mistake] = {
     "optimizer by name": Mistake("optim: adamw_torch", ("write `optim: {learning_rate: 1.0e-6}`", "is AdamW")),
     "processes by number": Mistake("processes: 4", "write `processes: {count: 4}`"),
     # A key in the wrong place, of another tool, or misspelled.
-    "learning rate at the top": Mistake("learning_rate: 1.0e-5", "here it is `optim.learning_rate`"),
     "group size in trainer": Mistake("trainer: {group_size: 4}", "here it is `rollout.group_size`"),
     "lora at the top": Mistake("lora: {rank: 8}", "here it is `model.lora`"),
-    "kl_coef": Mistake("trainer: {kl_coef: 0.1}", "renamed to `trainer.beta`"),
-    "num_iterations": Mistake("trainer: {num_iterations: 2}", "renamed to `trainer.updates_per_rollout`"),
-    "num_generations": Mistake("trainer: {num_generations: 8}", "renamed to `rollout.group_size`"),
-    "num_train_epochs": Mistake("num_train_epochs: 3", ("renamed to `run.steps`", "epochs × rows / rollout.prompts_per_step")),
-    "report_to": Mistake("report_to: wandb", "`sinks: [{kind: wandb}]`"),
-    "eval_steps": Mistake("trainer: {eval_steps: 50}", "renamed to `eval.every`"),
-    "epsilon": Mistake("trainer: {epsilon: 0.2}", ("`trainer.clip_low`", "`trainer.clip_high`")),
-    "loss_type": Mistake("trainer: {loss_type: dr_grpo}", "renamed to `trainer.loss`"),
-    "max_prompt_length": Mistake("trainer: {max_prompt_length: 512}", "renamed to `data.max_prompt_tokens`"),
-    "use_vllm": Mistake("use_vllm: true", "renamed to `engine.kind`"),
     "batch size of a device": Mistake("optim: {per_device_train_batch_size: 8}", "rollout.prompts_per_step"),
     "accumulation": Mistake("optim: {gradient_accumulation_steps: 4}", "micro_batch_tokens"),
     "repetition penalty": Mistake("rollout: {repetition_penalty: 1.1}", "rlgen docs sampling"),
@@ -143,9 +139,6 @@ MISTAKES: dict[str, Mistake] = {
         "rollout.stop does not go with tools: the chat template says what ends",
     ),
     "stop words": Mistake('rollout: {stop_words: ["x"]}', "did you mean `stop`?"),
-    "deepspeed": Mistake("deepspeed: zero3.json", "processes.strategy is ddp or fsdp"),
-    "push_to_hub": Mistake("push_to_hub: true", "`rlgen export RUN --out DIR --push-to-hub REPO"),
-    "fp16": Mistake("fp16: true", "model.dtype is bfloat16 or float32"),
     "resume as a key": Mistake("run: {resume: true}", "`rlgen train RECIPE --resume`"),
     "key of another kind": Mistake("trainer: {kind: rloo, cispo_max: 3.0}", "it is a key of kind grpo"),
     "letters swapped": Mistake("trainer: {clip_hgih: 0.28}", "did you mean `clip_high`?"),
@@ -161,8 +154,6 @@ MISTAKES: dict[str, Mistake] = {
     "async_grpo": Mistake("async_grpo: true", "write `rollout: {async_steps: 1}`"),
     "rollout_func": Mistake("rollout_func: a.py:f", 'write `rollout: {use: "mine.py:function"}`'),
     "reward_processing_classes": Mistake("reward_processing_classes: x", "`rewards: [{use: reward_model"),
-    "max_tool_calling_iterations": Mistake("max_tool_calling_iterations: 3", "renamed to `rollout.max_turns`"),
-    "log_multimodal": Mistake("log_multimodal: true", "rollouts/ keeps texts and ids"),
     "a secret in a recipe": Mistake("sinks: [{kind: wandb, api_key: abc}]", "set WANDB_API_KEY in the environment"),
     "a loss of another trainer": Mistake("trainer: {kind: grpo, loss: sigmoid}", "`trainer: {kind: online_dpo}`"),
     # What is no YAML.
@@ -255,17 +246,11 @@ MISTAKES: dict[str, Mistake] = {
         ("the last message is the assistant's", "remove that message"),
         "look",
         4,
-        {"rewards.py": "def correct(completion):\n    return 1.0\n"},
+        ANY,
     ),
-    "content in parts": Mistake(
-        chats("parts.jsonl"), "write the text itself", "look", 4, {"rewards.py": "def correct(completion):\n    return 1.0\n"}
-    ),
+    "content in parts": Mistake(chats("parts.jsonl"), "write the text itself", "look", 4, ANY),
     "from and value": Mistake(
-        chats("from.jsonl"),
-        "a message must have one of the roles system, user, assistant",
-        "look",
-        4,
-        {"rewards.py": "def correct(completion):\n    return 1.0\n"},
+        chats("from.jsonl"), "a message must have one of the roles system, user, assistant", "look", 4, ANY
     ),
     "no rows": Mistake(data("empty.jsonl"), "holds no row", "look", 4),
     "a broken line": Mistake(data("broken.jsonl"), "broken.jsonl:2: the line is not JSON", "look", 4),
@@ -279,10 +264,7 @@ MISTAKES: dict[str, Mistake] = {
         "set data.chat_template to a file with a template that does",
         "look",
         3,
-        {
-            "tools.py": ADD,
-            "rewards.py": "def correct(completion):\n    return 1.0\n",
-        },
+        {"tools.py": ADD, **ANY},
     ),
     "more completion than the model has positions": Mistake(
         "rollout: {max_completion_tokens: 5000}", "has 4096 positions; set it to 4095 or less", "look"
@@ -292,27 +274,13 @@ MISTAKES: dict[str, Mistake] = {
     "completions as TRL has them in chats": Mistake(
         REWARD % "of_trl_chats", "a completion is a text here, not a list of messages", "rewards test", 5
     ),
-    "a reward that changes": Mistake(
-        'rewards: [{use: "counter.py:f"}]',
-        "a resumed run will not be exact",
-        "rewards test",
-        0,
-        {"counter.py": "calls = []\n\ndef f(completion, answer):\n    calls.append(1)\n    return float(len(calls))\n"},
-    ),
-    "a reward that returns nothing": Mistake(
-        'rewards: [{use: "nothing.py:f"}]',
-        "end it with `return` and the reward",
-        files={"nothing.py": "def f(completion, answer):\n    score = float(answer in completion)\n"},
-    ),
+    "a reward that changes": Mistake('rewards: [{use: "counter.py:f"}]', "a resumed run will not be exact", "rewards test", 0),
+    "a reward that returns nothing": Mistake('rewards: [{use: "nothing.py:f"}]', "end it with `return` and the reward"),
     # Other data.
     "an evaluation without the prompt's column": Mistake(
         "eval: {source: chats.jsonl, every: 1}", "set eval.columns.prompt to one of them"
     ),
-    "rows of ShareGPT": Mistake(
-        "data: {source: share.jsonl}",
-        "rows of ShareGPT hold the answers too",
-        files={"share.jsonl": lines([{"conversations": [{"from": "human", "value": "a"}], "answer": "b"}] * 20)},
-    ),
+    "rows of ShareGPT": Mistake("data: {source: share.jsonl}", "rows of ShareGPT hold the answers too"),
     # Keys of verl, OpenRLHF, axolotl, Unsloth, vLLM and data sets, and where they live here.
     "verl's tree": Mistake("actor_rollout_ref: {rollout: {n: 8}}", "the sections model, rollout, engine, trainer and optim"),
     "verl's mini-batch": Mistake("trainer: {ppo_mini_batch_size: 64}", "trainer.updates_per_rollout says how many follow"),
@@ -324,11 +292,7 @@ MISTAKES: dict[str, Mistake] = {
     "verl's KL": Mistake("trainer: {use_kl_loss: true}", "set trainer.beta above 0"),
     "verl's clipping of gradients": Mistake("optim: {grad_clip: 1.0}", "renamed to `optim.max_grad_norm`"),
     "verl's reward": Mistake("custom_reward_function: {path: a.py, name: f}", 'write `rewards: [{use: "rewards.py:function"}]`'),
-    "verl's signature": Mistake(
-        'rewards: [{use: "verl.py:f"}]',
-        "did you mean `completion`?",
-        files={"verl.py": "def f(solution_str, answer):\n    return 1.0\n"},
-    ),
+    "verl's signature": Mistake('rewards: [{use: "verl.py:f"}]', "did you mean `completion`?"),
     "machines": Mistake("nnodes: 2", "`torchrun --nnodes N"),
     "batched tokens": Mistake("engine: {kind: colocated, max_num_batched_tokens: 8192}", "rlgen sets it itself: remove it"),
     "an argument of vLLM": Mistake("engine: {kind: colocated, enable_prefix_caching: true}", "goes into engine.extra"),
@@ -447,9 +411,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a template by name": Mistake(data("train.jsonl", "chat: true, chat_template: chatml, columns: {prompt: question}"), "Jinja"),
     "semicolons": Mistake(
-        "data: {source: n.csv}",
-        "separate the columns with commas",
-        files={"n.csv": "prompt;answer\na;b\n", "rewards.py": "def correct(completion):\n    return 1.0\n"},
+        "data: {source: n.csv}", "separate the columns with commas", files={"n.csv": "prompt;answer\na;b\n", **ANY}
     ),
     # Servers.
     "an address without http": Mistake("engine: {kind: server, url: 'localhost:8000'}", "write it like http://127.0.0.1:8000"),
@@ -463,20 +425,8 @@ MISTAKES: dict[str, Mistake] = {
         data("array.jsonl"), "an array of rows is a file that ends in .json", "look", 4, {"array.jsonl": json.dumps(ROWS)}
     ),
     "a model's folder without a config": Mistake("model: {path: ./m}", "holds no config.json", "look", 3, {"m/README.md": "x"}),
-    "a score as text": Mistake(
-        'rewards: [{use: "text.py:f"}]',
-        "a reward is a finite number",
-        "rewards test",
-        5,
-        {"text.py": "def f(completion, answer):\n    return '1.0'\n"},
-    ),
-    "one reward for a group": Mistake(
-        'rewards: [{use: "one.py:f"}]',
-        "not a list of 4 rewards",
-        "rewards test",
-        5,
-        {"one.py": "def f(completions, answer):\n    return 1.0\n"},
-    ),
+    "a score as text": Mistake('rewards: [{use: "text.py:f"}]', "a reward is a finite number", "rewards test", 5),
+    "one reward for a group": Mistake('rewards: [{use: "one.py:f"}]', "not a list of 4 rewards", "rewards test", 5),
     # A run.
     "no server there": Mistake('engine: {kind: server, url: "http://127.0.0.1:9"}', "`rlgen serve RECIPE`", "train", 6),
 }

@@ -5,18 +5,16 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import RECIPE, ROOT
 from helpers.recipes import problems, written
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel
 
 from rlgen.errors import RecipeError
 from rlgen.recipe import dump_recipe, load_recipe
-from rlgen.recipe.models import Recipe
+from rlgen.recipe.keys import places_of_keys
 from rlgen.recipe.source import MAX_BYTES
 
 SECONDS, MIB = 2.0, 300.0
@@ -83,23 +81,9 @@ WORDS = st.sampled_from(
 VALUES = WORDS | st.text(max_size=30) | st.floats().map(repr) | st.integers().map(str)
 
 
-def paths(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> list[str]:
-    """Every key of the recipe, dotted, the sections' own included."""
-    found: list[str] = []
-    for name, field in model.model_fields.items():
-        found.append(".".join((*prefix, name)))
-        for inner in {part for part in _parts(field.annotation) if isinstance(part, type) and issubclass(part, BaseModel)}:
-            found += paths(inner, (*prefix, name))
-    return sorted(set(found))
-
-
-def _parts(annotation: Any) -> list[Any]:
-    inner = getattr(annotation, "__args__", ())
-    return [annotation, *(part for argument in inner for part in _parts(argument))]
-
-
-MORE = ("rewards.0", "rewards.0.use", "rewards.1.args.target", "rewards.-1", "rewards.\u00b2", "extends")
-PATHS = st.sampled_from([*paths(Recipe), *MORE])
+KEYS = sorted({path.replace(".*", "") for places in places_of_keys().values() for path in places})
+MORE = ("health.entropy.steps", "rewards.0", "rewards.0.use", "rewards.1.args.target", "rewards.-1", "rewards.\u00b2", "extends")
+PATHS = st.sampled_from([*KEYS, *MORE])
 OVERRIDES = st.lists(
     st.builds("{}={}".format, PATHS, VALUES)
     | st.builds("{}.{}={}".format, PATHS, st.text(max_size=5), VALUES)

@@ -26,26 +26,33 @@ def load(tmp_path: Path, *overrides: str) -> Recipe:
 def test_what_is_left_out_is_as_in_training(tmp_path: Path) -> None:
     recipe = load(tmp_path)
     assert recipe.eval is not None
-    data = data_of(recipe, recipe.eval)
+    data = data_of(recipe.eval, recipe.data)
     assert data.source == str(tmp_path / "heldout.jsonl") and data.columns == recipe.data.columns and data.chat
     assert (data.limit, data.shuffle) == (None, False), "its own rows, in their order"
-    assert eval_rewards(recipe, recipe.eval) == recipe.rewards and temperature_of(recipe, recipe.eval) == 0
+    assert (
+        eval_rewards(recipe.eval, recipe.rewards) == recipe.rewards
+        and temperature_of(recipe.eval, recipe.rollout.temperature) == 0
+    )
     several = load(tmp_path, "eval.group_size=4", "eval.rewards=[{use: 'r.py:f'}]", "eval.columns={prompt: q}")
-    assert several.eval is not None and temperature_of(several, several.eval) == 0.8
-    assert eval_rewards(several, several.eval)[0].use == f"{tmp_path}/r.py:f"
-    assert data_of(several, several.eval).columns.answer is None
-    assert len({seed_of(recipe), seed_of(load(tmp_path, "run.seed=1")), recipe.run.seed, 1}) == 4
+    assert several.eval is not None and temperature_of(several.eval, several.rollout.temperature) == 0.8
+    assert eval_rewards(several.eval, several.rewards)[0].use == f"{tmp_path}/r.py:f"
+    assert data_of(several.eval, several.data).columns.answer is None
+    assert len({seed_of(recipe.run.seed), seed_of(1), recipe.run.seed, 1}) == 4
 
 
 def test_another_split_or_other_rows_of_a_task_need_no_source(tmp_path: Path) -> None:
     hub = load(tmp_path, "data={source: openai/gsm8k, subset: main, revision: abc}", "eval={}")
     assert hub.eval is not None
-    data = data_of(hub, hub.eval)
+    data = data_of(hub.eval, hub.data)
     assert (data.source, data.subset, data.split, data.revision) == ("openai/gsm8k", "main", "test", "abc")
     other = load(tmp_path, "data={source: openai/gsm8k, subset: main, revision: abc}", "eval={source: org/rows}")
-    assert other.eval is not None and data_of(other, other.eval).subset is None and data_of(other, other.eval).revision is None
+    assert (
+        other.eval is not None
+        and data_of(other.eval, other.data).subset is None
+        and data_of(other.eval, other.data).revision is None
+    )
     task = load(tmp_path, "data={source: 'task:sort', options: {max_length: 9}}", "eval={limit: 4}")
-    assert task.eval is not None and data_of(task, task.eval).options == {"max_length": 9}
+    assert task.eval is not None and data_of(task.eval, task.data).options == {"max_length": 9}
 
 
 def test_a_resolved_recipe_is_the_same_recipe(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from helpers.recipes import problems, written
 from jsonschema import Draft7Validator
 
 from rlgen.recipe import dump_recipe, load_recipe, yaml
+from rlgen.recipe.keys import recipe_schema
 from rlgen.recipe.models import Recipe
-from rlgen.recipe.schema import recipe_schema
 
 SCHEMA = recipe_schema()
 STARTER = ROOT / "rlgen" / "cli" / "starter" / "recipe.yaml"

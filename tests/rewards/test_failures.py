@@ -7,9 +7,9 @@ from helpers.scoring import SKIPS, SOME_FAIL, group, totals
 
 from rlgen.errors import RewardError
 from rlgen.processes import Processes
+from rlgen.rollout.samples import Samples
 from rlgen.rollout.table import RowTable
 from rlgen.run.records import sample_metrics
-from rlgen.types import Samples
 
 
 @pytest.mark.fault(28)

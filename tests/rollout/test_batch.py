@@ -2,13 +2,14 @@
 
 import random
 
+import numpy as np
 import pytest
 from conftest import CPU
 from helpers.samples import make_sample
 
-from rlgen.rollout.batch import collate, plan
+from rlgen.rollout.batch import Prompts, collate, deal, differencing, even, plan
 from rlgen.rollout.sample import sample_seed
-from rlgen.types import Samples
+from rlgen.rollout.samples import Samples
 
 
 @pytest.mark.parametrize("shape", ["exponential", "log-normal", "uniform"])
@@ -41,6 +42,51 @@ def test_the_budget_holds_and_pairs_stay_together() -> None:
     # a unit that exceeds the budget alone still gets through
     assert plan([[0]], [700], 500) == [[0]]
     assert plan([], [], 500) == []
+
+
+ATTENTION = 2e-4  # as of Qwen3-0.6B
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("steps", [20, pytest.param(1000, marks=pytest.mark.slow)])
+def test_packed_micro_batches_cost_all_processes_the_same_on_long_tails(world: int, steps: int) -> None:
+    """Each pass waits for the process that has most to compute; there are 64 groups of 8 rows."""
+    rng = np.random.default_rng(world)
+    units, group, excess = [[row] for row in range(512)], np.arange(64).repeat(8), []
+    for _ in range(steps):
+        prompt = rng.integers(50, 400, 64).repeat(8)
+        own = np.minimum(4096, 1 + rng.lognormal(5.5, 1.2, 512)).astype(int)
+        hands = deal(units, (prompt + own).tolist(), 16384, world, Prompts(group, prompt), ATTENTION)
+        assert sorted(row for mine in hands for rows in mine for row in rows) == list(range(512))
+        assert len({len(mine) for mine in hands}) == 1 and all(rows for mine in hands for rows in mine), "no empty pass"
+        costs = np.array([[cost(rows, group, prompt, own) for rows in mine] for mine in hands])
+        excess.append(costs.max(axis=0).sum() / costs.sum(axis=1).mean())
+    assert np.mean(excess) <= 1.03 and np.max(excess) <= 1.05 + 0.01 * (world == 8)
+
+
+def cost(rows: list[int], group: np.ndarray, prompt: np.ndarray, own: np.ndarray) -> float:
+    """What packed rows compute, in tokens: each prompt once, and each token attends to those before it."""
+    pairs = sum(own[row] * (prompt[row] + own[row] / 2) for row in rows)
+    once = {group[row]: prompt[row] for row in rows}
+    return sum(own[row] for row in rows) + sum(once.values()) + ATTENTION * (pairs + sum(n * n / 2 for n in once.values()))
+
+
+def test_padded_rows_cost_all_processes_about_the_same() -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.minimum(4096, 50 + rng.lognormal(5.5, 1.2, 512)).astype(int).tolist()
+    hands = deal([[row] for row in range(512)], lengths, 16384, 4, attention=ATTENTION)
+    widest = [[max(lengths[row] for row in rows) for rows in mine] for mine in hands]
+    tokens = np.array([[len(rows) * width for rows, width in zip(*one, strict=True)] for one in zip(hands, widest, strict=True)])
+    costs = tokens * (1 + ATTENTION * np.array(widest) / 2)
+    assert tokens.max() <= 16384 and costs.max(axis=0).sum() <= 1.06 * costs.sum(axis=1).mean()
+    assert tokens.sum() <= 1.1 * sum(lengths)
+
+
+def test_shares_of_unequal_items_are_nearly_equal() -> None:
+    costs = [8, 7, 6, 5, 4]  # the example of Karmarkar and Karp's method: it ends with a difference of 2
+    assert sorted(sum(costs[place] for place in share) for share in differencing(costs, 2)) == [14, 16]
+    assert even([[0, 1, 2, 3, 4, 5], [6, 7]], 3, size=2) == [[0, 1], [6, 7], [2, 3, 4, 5]]
+    assert even([[0]], 3) == [[0], [], []]
 
 
 def test_rows_are_prompt_and_completion_byte_for_byte() -> None:

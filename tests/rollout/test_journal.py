@@ -35,7 +35,7 @@ from rlgen.errors import CheckpointError
 from rlgen.models.weights import bits
 from rlgen.processes import EngineShare, Processes
 from rlgen.recipe import Recipe
-from rlgen.rollout.frames import Answer, parse, read_frames
+from rlgen.rollout.frames import AnswerRecord, parse_frames, read_frames
 from rlgen.rollout.journal import Journal
 from rlgen.setup.trainer import open_journal
 from rlgen.trainers.saving import Saver
@@ -60,7 +60,7 @@ def test_log_probs_come_back_to_the_last_bit(tmp_path: Path) -> None:
     assert back.logp.dtype == np.float32 and back.token_ids.dtype == np.int32 and back.logp.flags.writeable
     assert isinstance(back.spans[0].version, int)
     (record,) = read_frames(tmp_path / "step_000001.bin").records
-    assert isinstance(record, Answer) and (record.group_id, record.weights) == (0, {0: "w0"})
+    assert isinstance(record, AnswerRecord) and (record.group_id, record.weights) == (0, {0: "w0"})
     assert record.logp == logp.tobytes() and record.spans == [(0, 7, 0), (9, len(logp), 0)]
 
 
@@ -93,7 +93,7 @@ def test_a_changed_bit_costs_its_record_and_is_said(tmp_path: Path, proof: Calla
     for place in range(8 * begins, 8 * ends):  # each bit of the second record
         flipped = bytearray(whole)
         flipped[place // 8] ^= 1 << place % 8
-        read = parse(bytes(flipped))
+        read = parse_frames(bytes(flipped))
         assert [record.group_id for record in read.records] == [0, 2] and read.damaged == 1, place
     path.write_bytes(flipped)
     said: list[str] = []
@@ -108,7 +108,7 @@ def test_no_bytes_make_it_fail_and_none_pass_for_what_was_written(tmp_path: Path
     for group in range(4):
         journal.answered(1, group, 0, REQUEST, SAMPLING, completion([-0.5] * (group + 1)))
     whole = (tmp_path / "step_000001.bin").read_bytes()
-    sound = parse(whole).records
+    sound = parse_frames(whole).records
     rng = np.random.default_rng(0)
     for _ in range(2000):
         damaged = bytearray(whole)
@@ -123,7 +123,7 @@ def test_no_bytes_make_it_fail_and_none_pass_for_what_was_written(tmp_path: Path
                 damaged[at:at] = rng.bytes(int(rng.integers(1, 60)))
             else:
                 damaged[at:at] = whole[int(rng.integers(0, len(whole))) :][: int(rng.integers(1, 99))]
-        read = parse(bytes(damaged))
+        read = parse_frames(bytes(damaged))
         assert all(record in sound for record in read.records) and read.end <= len(damaged)
 
 

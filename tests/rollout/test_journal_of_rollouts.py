@@ -14,9 +14,10 @@ from helpers.journals import FACTS, SAMPLING, attempt, group_of, opened, rewarde
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.rollout.journal import Journal
 from rlgen.rollout.parquet import Rollout
+from rlgen.rollout.samples import Samples
 from rlgen.run.directory import RunDirectory
 from rlgen.run.rollouts import RolloutWriter
-from rlgen.types import Completion, Prompt, Request, Samples, Span, logp_of
+from rlgen.types import Completion, Prompt, Request, Span, logp_of
 
 
 def one_prompt(position: int) -> Prompt:

@@ -1,13 +1,16 @@
 """`rlgen` with a fault in one of its processes: faulty.py FAULT train RECIPE …"""
 
 import ctypes
+import math
 import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from helpers.before import before
 from transformers import PreTrainedModel
@@ -19,7 +22,11 @@ from rlgen.rewards.score import EarlyScoring
 from rlgen.rollout.sampler import Sampler
 from rlgen.run import writing
 from rlgen.run.signals import StopRequest
+from rlgen.trainers.collect import Collector
+from rlgen.trainers.results import UpdateResult
 from rlgen.trainers.update import Updater
+
+SCREEN = os.dup(1)  # before a run sends what is printed to its log
 
 
 def one_engine_loses_a_tensor() -> None:
@@ -122,8 +129,48 @@ def one_fails_the_first_time() -> None:
     before(Updater, "__call__", fails)
 
 
+def one_loss_is_not_finite() -> None:
+    not_finite_in_step_2(lambda policy, part: replace(part, loss=math.nan))
+
+
+def one_gradient_is_not_finite() -> None:
+    def spoil(policy: Policy, part: UpdateResult) -> UpdateResult:
+        gradient = [parameter.grad for parameter in policy.parameters() if parameter.grad is not None][1]
+        getattr(gradient, "_local_tensor", gradient).view(-1)[3] = math.nan
+        return part
+
+    not_finite_in_step_2(spoil)
+
+
+def not_finite_in_step_2(spoil: Callable[[Policy, UpdateResult], UpdateResult]) -> None:
+    run, now = Updater._run, [0]
+
+    def wrong(updater, window, update):  # type: ignore[no-untyped-def]
+        part = run(updater, window, update)
+        if now[-1] != 2:
+            return part
+        os.write(SCREEN, f"planted in process {os.environ.get('RANK', '0')}\n".encode())
+        return spoil(updater.policy, part)
+
+    before(Updater, "__call__", lambda updater, window, step: now.append(step))
+    Updater._run = wrong  # type: ignore[method-assign]
+
+
+def some_groups_are_constant() -> None:
+    """In all processes: every third group, so that steps ask for further prompts."""
+    rewarded = Collector.rewarded
+
+    def changed(collect, groups, step):  # type: ignore[no-untyped-def]
+        samples = rewarded(collect, groups, step)
+        return replace(samples, reward=np.where(samples.group_id % 3 == 0, 0.5, samples.reward))
+
+    Collector.rewarded = changed  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
     fault = sys.argv.pop(1)
-    if os.environ["RANK"] == os.environ.get("FAULTY_RANK", "1"):
+    if fault.endswith("not_finite"):
+        some_groups_are_constant()
+    if os.environ.get("RANK") in (None, os.environ.get("FAULTY_RANK", "1")):
         globals()[fault]()
     main()

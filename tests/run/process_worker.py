@@ -8,19 +8,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from helpers.in_processes import train_in
 from helpers.samples import TEXTS
 
 from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.open import build_engine
 from rlgen.processes import Processes
-from rlgen.recipe import dump_recipe, load_recipe
-from rlgen.run.console import Console
-from rlgen.run.directory import RunDirectory
-from rlgen.run.signals import StopRequest
+from rlgen.recipe import load_recipe
 from rlgen.sentinel.sync import send_weights
 from rlgen.setup import trainer_and_engine
 from rlgen.setup.policy import build_policy
-from rlgen.setup.trainer import RunContext, open_trainer
+from rlgen.setup.settings import TrainSettings
 
 # A reference in the reward, in the loss, and one of preferences.
 TRAINERS = {
@@ -41,7 +39,7 @@ class Kept:
             self.engine = build_engine(recipe, location, processes, logs, say)
             self.close, self.engine.close = self.engine.close, lambda: None  # type: ignore[method-assign]
         else:
-            policy = build_policy(recipe, location, TEXTS, processes.device)
+            policy = build_policy(TrainSettings.of(recipe), location, TEXTS, processes.device)
             send_weights(self.engine, policy.model, 0, Processes.alone())
         return self.engine
 
@@ -52,16 +50,7 @@ def main(recipe: Path, folder: Path, size: str, trainers: Sequence[str]) -> None
     trainer_and_engine.build_engine = kept.build  # type: ignore[assignment]
     for name in trainers:
         loaded = load_recipe(recipe, [f"trainer={TRAINERS[name]}", f"engine.tensor_parallel_size={size}", "run.steps=1"])
-        path = folder / name
-        if processes.is_main:
-            RunDirectory.create(path, loaded.text, dump_recipe(loaded.recipe)).close()
-        processes.gather([None])
-        directory = RunDirectory.join(path)
-        console = Console(1, quiet=not processes.is_main)
-        attempt = RunContext(recipe=loaded.recipe, directory=directory, console=console, processes=processes)
-        built, done = open_trainer(attempt)
-        built.run(done, StopRequest(launched=True))
-        built.close()
+        train_in(folder / name, loaded, processes)
     kept.close()
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.in_processes import train_in
 from helpers.samples import TEXTS
 
 from rlgen.algorithms.registry import build_algorithm
@@ -23,29 +24,10 @@ from rlgen.files import write_json
 from rlgen.models import policy
 from rlgen.models.load import locate
 from rlgen.processes import Processes
-from rlgen.recipe import dump_recipe, load_recipe
-from rlgen.run.checkpoint import Checkpoints
-from rlgen.run.console import Console
-from rlgen.run.directory import RunDirectory
-from rlgen.run.signals import StopRequest
+from rlgen.recipe import load_recipe
 from rlgen.setup.policy import open_policies
 from rlgen.setup.replay import Past, replay
-from rlgen.setup.trainer import RunContext, open_trainer
-
-
-def train(recipe: Path, folder: Path, overrides: list[str], processes: Processes) -> None:
-    """Trains a new run, or goes on with one that is there from its newest checkpoint."""
-    loaded = load_recipe(recipe, overrides)
-    if processes.is_main and not folder.exists():
-        RunDirectory.create(folder, loaded.text, dump_recipe(loaded.recipe)).close()
-    processes.gather([None])
-    directory = RunDirectory.join(folder)
-    choice = processes.on_main(lambda: Checkpoints(directory.checkpoints, 9, Processes.alone()).choose())
-    console = Console(loaded.recipe.run.steps, quiet=not processes.is_main)
-    attempt = RunContext(recipe=loaded.recipe, directory=directory, console=console, processes=processes, checkpoint=choice.path)
-    built, done = open_trainer(attempt)
-    built.run(done, StopRequest(launched=True))
-    built.close()
+from rlgen.setup.settings import TrainSettings
 
 
 def doctor(recipe: Path, logs: Path, overrides: list[str], processes: Processes) -> Any:
@@ -71,7 +53,7 @@ def refused(recipe: Path, overrides: list[str], processes: Processes) -> Any:
     if processes.rank == processes.world - 1:
         policy.make_packed = refusing
     algorithm = build_algorithm(loaded.trainer)
-    opened = open_policies(loaded, locate(loaded.model.path), algorithm, None, processes, None, TEXTS, print)
+    opened = open_policies(TrainSettings.of(loaded), locate(loaded.model.path), algorithm, None, processes, None, TEXTS, print)
     policy.make_packed = pack
     assert opened.reference is None or isinstance(opened.reference, policy.Policy)
     both = [one for one in (opened.policy, opened.reference) if one is not None]
@@ -84,7 +66,7 @@ def main(recipe: Path, folder: Path, deeds: Sequence[str]) -> None:
     for deed in deeds:
         what, name, *words = deed.split()
         if what == "train":
-            train(recipe, folder / name, words, processes)
+            train_in(folder / name, load_recipe(recipe, words), processes)
             continue
         if what == "doctor":
             found = doctor(recipe, folder, words, processes)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlgen.run.compare import first_difference, metrics
+from rlgen.run.compare import first_difference, metric_differences
 
 STATE = {"step": 2, "position": 8, "schedule": {"_last_lr": [0.1]}}
 
@@ -150,5 +150,5 @@ def test_a_run_that_ended_before_its_first_metrics_is_compared_too(run: Path, tm
     shutil.copytree(run, other)
     (other / "metrics.jsonl").write_text("")
     for left, right in ((run, other), (other, run)):
-        found = list(metrics(left, right))
+        found = list(metric_differences(left, right))
         assert [one.step for one in found] == [1, 2, 3, 4, 4] and {one.key for one in found} == {"all of it", "lines"}

@@ -245,27 +245,6 @@ def test_what_clean_refuses(run: RunDirectory, tmp_path: Path, monkeypatch: pyte
 # --- permissions -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fault(91)
-def test_strangers_read_nothing_and_plant_nothing(tmp_path: Path, proof: Proof) -> None:
-    umask = os.umask(0)
-    try:
-        (tmp_path / "run").mkdir(mode=0o777)
-        with private_files():
-            run = RunDirectory.create(tmp_path / "run", "recipe", "resolved")
-            run.write_metrics({"step": 1})
-            run.write_nonfinite(1, {})
-            run.write_status("running", 1, 2)
-            run.close()
-        assert os.umask(0) == 0, "as it was before"
-    finally:
-        os.umask(umask)
-    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (run.path, *run.path.rglob("*"))}
-    assert len(modes) > 9
-    assert all(mode & ~(0o750 if path.is_dir() else 0o640) == 0 for path, mode in modes.items()), modes
-    assert modes[run.status_file] == 0o640 and modes[run.path] == 0o750, "the group reads"
-    proof(f"umask 000 and a folder of 0777: {len(modes)} files and folders, none beyond 0640 and 0750")
-
-
 def test_the_owner_reads_what_is_written_under_any_umask(tmp_path: Path) -> None:
     umask = os.umask(0o777)
     try:

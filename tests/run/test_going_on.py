@@ -63,11 +63,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
     (folder / "recipe.yaml").write_text(RECIPE.replace(REWARDS, f"rewards: [{{use: '{folder}/r.py:spread'}}]\n"))
     (folder / "r.py").write_text(SPREAD)
+    (folder / "run").mkdir()
+    (folder / "run").chmod(0o777)
     umask = os.umask(0)
     try:
         return train(folder)
     finally:
-        os.umask(umask)
+        assert os.umask(umask) == 0, "as it was before"
 
 
 @pytest.fixture
@@ -92,7 +94,8 @@ def test_no_library_opens_the_directory_to_strangers(whole: Path, proof: Proof) 
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (whole, *whole.rglob("*"))}
     loose = {str(path): oct(mode) for path, mode in modes.items() if mode & ~(0o750 if path.is_dir() else 0o640)}
     assert loose == {} and len(modes) > 50
-    proof(f"a run with umask 000 left {len(modes)} files and folders, none beyond 0640 and 0750")
+    assert modes[whole] == 0o750 and modes[whole / "status.json"] == 0o640, "the group reads"
+    proof(f"a run with umask 000 in a folder of 0777 left {len(modes)} files and folders, none beyond 0640 and 0750")
 
 
 @pytest.mark.fault(65, 71)
@@ -123,11 +126,13 @@ def test_what_cannot_be_gone_on_from_is_known_before_the_engine_opens(
         raise AssertionError("the engine was opened")
 
     monkeypatch.setattr(trainer_and_engine, "build_engine", opened)
-    for path in (folder / "run" / "checkpoints").glob("step_*"):
-        flip(path / "state" / "optimizer.safetensors")
-    with pytest.raises(CheckpointError, match="no good checkpoint to resume from") as caught:
+    (folder / "run" / "checkpoints" / "step_000002" / "manifest.json").unlink()
+    for step in (3, 4):
+        flip(folder / "run" / "checkpoints" / f"step_00000{step}" / "state" / "optimizer.safetensors")
+    with pytest.raises(DamagedCheckpoint, match=r"no good checkpoint to resume from: .*with --resume-step") as caught:
         train(folder, resume=True)
-    assert all(f"step_00000{step}: state/optimizer.safetensors" in str(caught.value) for step in (2, 3, 4))
+    assert "step_000002: manifest.json is missing" in str(caught.value)
+    assert all(f"step_00000{step}: state/optimizer.safetensors has other bytes" in str(caught.value) for step in (3, 4))
     status = read_json(folder / "run" / "status.json")
     assert (status["state"], status["exit_code"]) == ("failed", 8) and status["message"] == str(caught.value)
     proof("all three damaged: exit 8 with each named, and no engine")
@@ -170,7 +175,7 @@ def test_a_checkpoint_of_another_run_is_refused_before_the_engine_opens(
         (['model.path="tiny:llama"'], "another model: architecture was Qwen3ForCausalLM and is LlamaForCausalLM"),
     ]:
         place = folder / words[:13].replace(" ", "_")
-        RunDirectory.create(place, "", "").close()
+        RunDirectory.create(place, "", (folder / "run" / "resolved.yaml").read_text()).close()
         shutil.copytree(folder / "run" / "checkpoints" / "step_000002", place / "checkpoints" / "step_000002")
         monkeypatch.setattr("rlgen.setup.reopen.changes", lambda *values: [])
         with pytest.raises(CheckpointError) as caught:
@@ -339,7 +344,7 @@ def test_a_checkpoint_on_request(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not (run / "save_now").exists()
 
 
-@pytest.mark.fault(17, 44, 69)
+@pytest.mark.fault(17, 44, 68, 69)
 def test_clean_starts_anew_and_a_finished_run_is_complete(
     folder: Path, whole: Path, capsys: pytest.CaptureFixture[str], proof: Proof
 ) -> None:
@@ -347,17 +352,29 @@ def test_clean_starts_anew_and_a_finished_run_is_complete(
     train(folder, resume=True)
     assert f"already complete, {STEPS} steps" in capsys.readouterr().out
     assert read_json(run / "status.json")["exit_code"] == 0
-    with pytest.raises(RlgenError, match="already holds a run; go on with --resume"):
-        train(folder)
-    with pytest.raises(UsageError, match="leave one of them out"):
-        train(folder, resume=True, clean=True)
+
+    def times() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
+
+    before_refusals = times()
+    refused: list[tuple[list[str], dict[str, Any], str]] = [
+        ([], {}, "already holds a run; go on with --resume"),
+        ([], {"resume": True, "clean": True}, "leave one of them out"),
+        (["run.seed=1"], {"resume": True}, "run.seed: 0 -> 1"),
+        ([], {"resume": True, "place": "nothing"}, "holds no run to resume"),
+    ]
+    for settings, how, words in refused:
+        with pytest.raises(UsageError, match=words) as caught:
+            train(folder, *settings, **how)
+        assert caught.value.exit_code == 2
+    assert times() == before_refusals
     (run / "stray").touch()
     train(folder, "run.steps=1", clean=True)
     device = f"device: {torch.cuda.get_device_name(0) if torch.cuda.is_available() else 'cpu'}, float32"
     assert device in capsys.readouterr().out.splitlines()
     assert [record["step"] for record in read_jsonl(run / "metrics.jsonl")] == [1] and not (run / "stray").exists()
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000001"]
-    proof(f"resumed when complete: exit 0; taken: exit 2; with --clean: trained from nothing; {device}")
+    proof(f"complete: exit 0; taken, another seed, no run: exit 2, no file changed; --clean: trained from nothing; {device}")
 
 
 @pytest.mark.fault(17, 19, 24)

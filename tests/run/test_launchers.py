@@ -1,17 +1,21 @@
 """Processes that torchrun or accelerate starts: which launches are refused, and how they end."""
 
 import os
+import socket
+import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from helpers.torchrun import ALONE, ENVIRONMENT, launch, nothing_is_left, recipe, train, train_words
 
 from rlgen import processes
 from rlgen.errors import ProcessError
-from rlgen.processes import EngineShare, Processes
+from rlgen.processes import EngineShare, Processes, born
 from rlgen.run.launch import Launch, asked_for, check_launch
 
 HERE = Path(__file__).parent
@@ -145,3 +149,19 @@ def test_prompts_are_shared_by_engines_and_engines_by_processes() -> None:
         assert sum(s.first for s in seats) == world // size
     with pytest.raises(ProcessError, match="needs a multiple of 2 processes, but 3 run"):
         engine_share(0, 3, 2)
+
+
+def test_a_process_is_still_itself_after_the_clock_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """psutil reckons the beginning of a process from the machine's, which moves with the clock."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as main:
+        peers = ((socket.gethostname(), main.pid, born(psutil.Process(main.pid))),)
+        second = replace(Processes.alone(), rank=1, world=2, peers=peers)
+        boot = psutil.boot_time()
+        for step in (0.0, 3.0, -3600.0):
+            monkeypatch.setattr(psutil._psplatform, "boot_time", lambda step=step: boot + step)
+            assert second._process(0) is not None
+            assert not second.reports_end(), "the main process lives"
+        main.kill()
+        main.wait()
+    assert second._process(0) is None
+    assert second.reports_end()

@@ -45,7 +45,7 @@ HOSTILE = "a\x1b[31mred\x1b]0;title\x07 [red]markup[/red] \u202e\n\n日本語 " 
 
 
 def view_of(steps: int = 8, **changes: Any) -> View:
-    view = View.of(DEMO)
+    view = View(DEMO)
     for step in range(1, steps + 1):
         view.add({**STEP, "step": step, "reward/mean": step / 8, **changes})
     return view
@@ -87,7 +87,7 @@ def test_what_the_lines_say() -> None:
 
 
 def test_before_the_first_step() -> None:
-    view = View.of(DEMO)
+    view = View(DEMO)
     assert plain(view.lines(40, 24, 5.0, None)) == [f"demo  step 0/10  {'─' * 17}  0:05"]
     view.add({"step": 0, "eval/reward/mean": 0.25})
     assert plain(view.lines(80, 24, 5.0, None))[1] == "evaluation    eval  0/10  reward 0.250  pass@1 –  length –"

@@ -34,7 +34,6 @@ from rlgen.files import read_json
 from rlgen.processes import Processes
 from rlgen.run.manifest import check_files
 
-HERE = Path(__file__).parent
 __all__ = ["nothing_is_left", "recipe"]
 Proof = Callable[[str], None]
 SHARDED, IMPATIENT = "processes.strategy=fsdp", "processes.timeout=5"
@@ -63,48 +62,62 @@ def test_the_reward_of_one_process_fails(recipe: Path, tmp_path: Path, proof: Pr
     proof("a reward that divides by zero in process 1 of 2")
 
 
-@pytest.mark.slow
-def test_one_engine_of_two_is_wrong(recipe: Path, tmp_path: Path) -> None:
-    ended = faulty("one_engine_loses_a_tensor", recipe, tmp_path / "run")
-    ended_badly(ended, tmp_path / "run", 6, "stale_tensor: the engine computes with earlier values of model.layers.1.mlp.up_proj")
+UNANSWERED = "did not answer for 5 s (processes.timeout)"
+NO_SPACE = "step_000002 cannot be written: [Errno 28] No space left on device; free space or change run.dir"
+# Fault -> (processes that have it, one after the other; settings; exit code; what one process says)
+ENDED: dict[str, tuple[str, list[str], int, str]] = {
+    "one_engine_loses_a_tensor": ("1", [], 6, "stale_tensor: the engine computes with earlier values of model.layers.1."),
+    "one_hangs_in_c": ("01", [IMPATIENT], 9, UNANSWERED),
+    "one_sleeps": ("1", [IMPATIENT], 9, UNANSWERED),
+    "one_goes_another_way": ("1", [], 9, "the processes execute different code (process 0 at run/signals.py:"),
+    "one_has_no_space": ("1", [SHARDED, "run.steps=4", "checkpoint={every: 1, keep: 1}"], 8, NO_SPACE),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.timed
-@pytest.mark.fault(75)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_one_process_fails_while_it_learns(recipe: Path, tmp_path: Path, proof: Proof, strategy: str) -> None:
-    began = time.monotonic()
-    ended = faulty("one_backward_fails", recipe, tmp_path / "run", f"processes.strategy={strategy}")
-    status = read_json(tmp_path / "run" / "status.json")
-    assert status["exit_code"] == 70 and "process 1 failed: " in status["message"], status
-    assert "a bug after" in status["message"] and ended.stderr.count("error: ") == 1, ended.stderr[-3000:]
-    assert time.monotonic() - began < 60, "long before the others' patience ends"
-    proof(f"ZeroDivisionError in a backward pass of process 1 of 2, {strategy}")
+@pytest.mark.fault(70, 75, 76)
+@pytest.mark.parametrize(("fault", "rank"), [(fault, rank) for fault, (ranks, *_) in ENDED.items() for rank in ranks])
+def test_a_fault_of_one_process_ends_all(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof, fault: str, rank: str
+) -> None:
+    _, settings, code, message = ENDED[fault]
+    monkeypatch.setitem(ENVIRONMENT, "FAULTY_RANK", rank)
+    began, run = time.monotonic(), tmp_path / "run"
+    ended_badly(faulty(fault, recipe, run, *settings, timeout=90), run, code, message)
+    if fault == "one_has_no_space":  # it writes beside the loop: the error comes to all, and the checkpoint before stands
+        assert read_json(run / "status.json")["message"].startswith("process 1: ")
+        assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000001"], "and nothing half-written"
+        check_files(run / "checkpoints" / "step_000001", hashes=True)
+    proof(f"{fault} in process {rank} of 2: exit {code}, all gone after {time.monotonic() - began:.0f} s, starts included")
+
+
+MEMORY = r"process 1( failed)?: the memory does not suffice for {}.*CUDA out of memory; peak "
 
 
 @pytest.mark.slow
 @pytest.mark.timed
 @pytest.mark.fault(41, 75)
 @pytest.mark.parametrize(
-    ("where", "strategy", "phase"),
+    ("fault", "strategy", "code", "message"),
     [
-        ("optimizer", "ddp", "the optimizer step"),
-        ("scoring", "ddp", "log-probs of "),
-        ("backward", "fsdp", "the backward pass of "),
+        ("one_backward_fails", "ddp", 70, "process 1 failed: .*a bug after"),
+        ("one_backward_fails", "fsdp", 70, "process 1 failed: .*a bug after"),
+        ("one_lacks_memory_in_optimizer", "ddp", 3, MEMORY.format("the optimizer step")),
+        ("one_lacks_memory_in_scoring", "ddp", 3, MEMORY.format("log-probs of ")),
+        ("one_lacks_memory_in_backward", "fsdp", 3, MEMORY.format("the backward pass of ")),
     ],
 )
-def test_one_process_lacks_memory(recipe: Path, tmp_path: Path, proof: Proof, where: str, strategy: str, phase: str) -> None:
+def test_one_process_fails_while_it_learns(
+    recipe: Path, tmp_path: Path, proof: Proof, fault: str, strategy: str, code: int, message: str
+) -> None:
     began = time.monotonic()
-    ended = faulty(f"one_lacks_memory_in_{where}", recipe, tmp_path / "run", f"processes.strategy={strategy}")
+    ended = faulty(fault, recipe, tmp_path / "run", f"processes.strategy={strategy}")
     status = read_json(tmp_path / "run" / "status.json")
-    assert status["exit_code"] == 3 and ended.returncode != 0, (status, ended.stderr[-3000:])
-    assert re.match(
-        rf"process 1( failed)?: the memory does not suffice for {phase}.*CUDA out of memory; peak ", status["message"]
-    )
-    assert ended.stderr.count("error: ") == 1 and "this is a bug" not in ended.stderr, ended.stderr[-3000:]
+    assert status["exit_code"] == code and ended.returncode != 0, (status, ended.stderr[-3000:])
+    assert re.match(message, status["message"], re.S) and ended.stderr.count("error: ") == 1, ended.stderr[-3000:]
+    assert code == 70 or "this is a bug" not in ended.stderr
     assert time.monotonic() - began < 60, "long before the others' patience ends"
-    proof(f"torch.OutOfMemoryError in {phase.removesuffix(' of ')} of process 1 of 2, {strategy}: both end, exit 3")
+    proof(f"{fault}: process 1 of 2, {strategy}; both end, exit {code}")
 
 
 @pytest.mark.slow
@@ -116,8 +129,8 @@ def test_what_is_not_finite_in_one_process_is_skipped_by_all(
 ) -> None:
     """And they ask for the same further prompts."""
     settings = ["run.steps=3", "rollout.dynamic_sampling=2", "checkpoint.every=1"]
-    worker, two = HERE / "unfinite_worker.py", tmp_path / "two"
-    ended = well(launch(worker, 1, what, *train_words(recipe, two, *settings, f"processes.strategy={strategy}")))
+    fault, two = f"one_{what}_is_not_finite", tmp_path / "two"
+    ended = well(faulty(fault, recipe, two, *settings, f"processes.strategy={strategy}"))
     assert ended.stdout.count("planted in process 1") == 1 and "planted in process 0" not in ended.stdout
     assert equal(weights(two, 1), weights(two, 2))
     # In step 3 the sentinel compares each process's engine, which has its own weights, and finds them equal.
@@ -127,7 +140,7 @@ def test_what_is_not_finite_in_one_process_is_skipped_by_all(
     assert {row["group_id"] for row in rollout_rows(two) if row["trained"] and row["group_id"] % 3 == 0} == set()
     if strategy == "fsdp":
         one = tmp_path / "one"
-        well(launch(worker, 0, what, *train_words(recipe, one, *settings), launcher=ALONE))
+        well(faulty(fault, recipe, one, *settings, launcher=ALONE))
         assert same_rollouts(two, one) and farthest(weights(two, 3), weights(one, 3)) <= PRECISE
     assert read_json(two / "nonfinite" / "step_000002.json")["step"] == 2 and len(rollout_rows(two, 2)) > 10
     assert "step 2: the " in ended.stdout and ended.stdout.count("the update was skipped") == 1
@@ -164,53 +177,30 @@ def test_a_process_that_hangs_ends_all_within_the_timeout(recipe: Path, tmp_path
     proof(f"SIGSTOP to process 1 of 2; all gone after {time.monotonic() - began:.0f} s with a timeout of 4 s")
 
 
-@pytest.mark.slow
-@pytest.mark.fault(75)
-@pytest.mark.parametrize(("fault", "rank"), [("one_hangs_in_c", "0"), ("one_hangs_in_c", "1"), ("one_sleeps", "1")])
-def test_a_process_that_is_deaf_is_ended(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof, fault: str, rank: str
-) -> None:
-    monkeypatch.setitem(ENVIRONMENT, "FAULTY_RANK", rank)
-    began = time.monotonic()
-    ended = faulty(fault, recipe, tmp_path / "run", IMPATIENT, timeout=90)
-    ended_badly(ended, tmp_path / "run", 9, "did not answer for 5 s (processes.timeout)")
-    proof(f"{fault} in process {rank} of 2; all gone after {time.monotonic() - began:.0f} s, starts included")
+# Fault -> (process that has it; settings; steps in which a phase takes longer than the timeout)
+SLOW: dict[str, tuple[str, list[str], dict[str, list[bool]]]] = {
+    "one_is_slow": ("0", ["run.steps=1"], {"time/reward": [True], "time/generate": [True]}),
+    "one_has_a_slow_disk": ("1", [SHARDED, "run.steps=1"], {}),
+    "one_samples_for_long": ("1", ["run.steps=3"], {"time/generate": [False, False, True]}),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.fault(75)
+@pytest.mark.parametrize("fault", SLOW)
 def test_what_takes_one_process_longer_than_the_timeout_ends_nobody(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof, fault: str
 ) -> None:
-    """It waits for a judge, then for answers before a sync, then for a disk, and the others wait for it."""
-    monkeypatch.setitem(ENVIRONMENT, "FAULTY_RANK", "0")
-    well(faulty("one_is_slow", recipe, tmp_path / "run", IMPATIENT, "run.steps=1", timeout=90))
-    (record,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert record["time/reward"] > 7 and record["time/generate"] > 7
-    assert read_json(tmp_path / "run" / "status.json")["exit_code"] == 0
-    proof("rewards, a wait before the sync, and the weights of a checkpoint, of 7 s each with a timeout of 5 s")
-
-
-@pytest.mark.slow
-@pytest.mark.fault(70, 75)
-def test_a_shard_that_cannot_be_written_ends_all(recipe: Path, tmp_path: Path, proof: Proof) -> None:
-    """Its process writes beside the loop: the error comes to all of them, and the checkpoint before stands."""
-    run = tmp_path / "run"
-    ended = faulty("one_has_no_space", recipe, run, SHARDED, "run.steps=4", "checkpoint={every: 1, keep: 1}")
-    ended_badly(ended, run, 8, "step_000002 cannot be written: [Errno 28] No space left on device; free space or change run.dir")
-    assert read_json(run / "status.json")["message"].startswith("process 1: ")
-    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000001"], "and nothing half-written"
-    check_files(run / "checkpoints" / "step_000001", hashes=True)
-    proof("ENOSPC in the shards of process 1 of 2 at step 2: exit 8, step 1 good")
-
-
-@pytest.mark.slow
-@pytest.mark.fault(75)
-def test_shards_that_take_longer_than_the_timeout_end_nobody(recipe: Path, tmp_path: Path, proof: Proof) -> None:
-    run = tmp_path / "run"
-    well(faulty("one_has_a_slow_disk", recipe, run, SHARDED, IMPATIENT, "run.steps=1", timeout=200))
-    check_files(run / "checkpoints" / "step_000001", hashes=True)
-    proof("shards of process 1 of 2 written for 7 s with a timeout of 5 s")
+    """It waits for a judge, then for answers before a sync, then for a disk; or samples for 15 s; and the others wait for it."""
+    (rank, settings, slow), run = SLOW[fault], tmp_path / "run"
+    monkeypatch.setitem(ENVIRONMENT, "FAULTY_RANK", rank)
+    well(faulty(fault, recipe, run, IMPATIENT, *settings, timeout=200))
+    records = read_jsonl(run / "metrics.jsonl")
+    assert {key: [record[key] > 7 for record in records] for key in slow} == slow
+    assert read_json(run / "status.json")["exit_code"] == 0
+    if "run.steps=1" in settings:
+        check_files(run / "checkpoints" / "step_000001", hashes=True)
+    proof(f"{fault} in process {rank} of 2: waits of 7 s and more with a timeout of 5 s")
 
 
 @pytest.mark.slow
@@ -223,14 +213,6 @@ def test_a_process_that_samples_what_others_replay_ends_nobody(recipe: Path, tmp
     record = read_jsonl(run / "metrics.jsonl")[-1]
     assert record["step"] == 3 and record["time/generate"] > 15
     proof("one process took its answers from the journal, the other one sampled for 15 s with a timeout of 5 s")
-
-
-@pytest.mark.slow
-@pytest.mark.fault(75)
-def test_a_process_that_samples_for_three_times_the_timeout_ends_nobody(recipe: Path, tmp_path: Path, proof: Proof) -> None:
-    well(faulty("one_samples_for_long", recipe, tmp_path / "run", IMPATIENT, "run.steps=3"))
-    assert [record["time/generate"] > 15 for record in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [False, False, True]
-    proof("one process sampled for 15 s, the other one waited, with a timeout of 5 s")
 
 
 def test_the_reason_of_a_failure_outlives_the_loss_of_the_others() -> None:
@@ -251,14 +233,6 @@ def test_the_reason_of_a_failure_outlives_the_loss_of_the_others() -> None:
         patch.setattr(processes.dist, "all_gather", gone)
         others.run_all(int)
     assert processes.lost(gone_too.value)
-
-
-@pytest.mark.slow
-@pytest.mark.fault(76)
-def test_processes_that_go_different_ways_are_told_apart(recipe: Path, tmp_path: Path, proof: Proof) -> None:
-    ended = faulty("one_goes_another_way", recipe, tmp_path / "run", timeout=60)
-    ended_badly(ended, tmp_path / "run", 9, "the processes execute different code (process 0 at run/signals.py:")
-    proof("process 1 of 2 leaves out a question that process 0 asks: found at the next one")
 
 
 @pytest.mark.slow

@@ -18,19 +18,19 @@ from rlgen.cli import prove
 from rlgen.cli.app import app
 from rlgen.cli.train import train_command
 from rlgen.errors import CheckpointError, UsageError
-from rlgen.rollout.frames import Answer, frame
+from rlgen.rollout.frames import AnswerRecord, frame
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Proof = Callable[[str], None]
-STEPS = 6
 ENGINE = ["--set", *ENGINES["transformers"]]
 
 
-def proven(monkeypatch: pytest.MonkeyPatch, folder: Path, reward: str) -> Path:
+@pytest.mark.slow
+def test_prove_resume_names_the_first_difference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Everything in this process; the run that is killed is one that ends before its last checkpoint."""
-    recipe = folder / "recipe.yaml"
+    recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE.replace("{use: exact_match}", '{use: "judge.py:judge"}'))
-    (folder / "judge.py").write_text(reward)
+    (tmp_path / "judge.py").write_text("import os\n\ndef judge():\n    return os.urandom(1)[0] / 256\n")
 
     def run(words: list[str], log: Path) -> None:
         place = Path(words[words.index("--run-dir") + 1])
@@ -45,22 +45,6 @@ def proven(monkeypatch: pytest.MonkeyPatch, folder: Path, reward: str) -> Path:
 
     monkeypatch.setattr(prove, "run_logged", run)
     monkeypatch.setattr(prove, "run_killed", kill)
-    return recipe
-
-
-@pytest.mark.slow
-def test_prove_resume_says_yes_and_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = proven(monkeypatch, tmp_path, "def judge(completion_ids):\n    return len(completion_ids)\n")
-    prove.prove_command(recipe, ENGINES["transformers"], None, tmp_path / "mine")
-    assert capsys.readouterr().out.splitlines()[-1].startswith("yes: killed, resumed, and equal to the undisturbed run")
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["judge.py", "recipe.yaml"]
-
-
-@pytest.mark.slow
-def test_prove_resume_names_the_first_difference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    recipe = proven(monkeypatch, tmp_path, "import os\n\ndef judge():\n    return os.urandom(1)[0] / 256\n")
     with pytest.raises(
         CheckpointError, match=r"rollouts/step_000001.parquet, step 1, sample 0, rewards: .*judge.* If a reward or a GPU kernel"
     ):
@@ -132,7 +116,7 @@ def test_prove_resume_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_the_run_to_be_killed_has_its_checkpoint_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Sampled ahead, answers of the step are there earlier."""
-    answer = Answer(0, 0, "asked", "engine", {0: "w0"}, bytes(4), bytes(4), "stop", [(0, 1, 0)], 0)
+    answer = AnswerRecord(0, 0, "asked", "engine", {0: "w0"}, bytes(4), bytes(4), "stop", [(0, 1, 0)], 0)
     code = f"""
 import os, time
 os.makedirs("killed/journal")

@@ -181,27 +181,6 @@ def test_a_termination_saves_and_exits_75(rlgen: Run, recipe_file: Path) -> None
     assert len(read_jsonl(directory / "metrics.jsonl")) == done + 2
 
 
-@pytest.mark.slow
-@pytest.mark.fault(17, 68, 69)
-def test_a_run_never_writes_into_anothers_directory(rlgen: Run, kills: Kills, tmp_path: Path, proof: Proof) -> None:
-    run, recipe = kills.undisturbed("transformers"), kills.recipe
-
-    def times() -> dict[Path, int]:
-        return {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
-
-    before = times()
-    taken = rlgen("train", recipe, "--run-dir", run)
-    assert taken.returncode == 2 and "already holds a run; go on with --resume" in taken.stderr
-    other = rlgen("train", recipe, "--run-dir", run, "--resume", *ENGINE, "--set", "run.seed=1")
-    assert other.returncode == 2 and "run.seed: 3 -> 1" in other.stderr
-    none = rlgen("train", recipe, "--run-dir", tmp_path / "nothing", "--resume")
-    assert none.returncode == 2 and "holds no run to resume" in none.stderr
-    assert before == times()
-    done = rlgen("train", run / "recipe.yaml", "--run-dir", run, "--resume", *ENGINE)
-    assert done.returncode == 0 and f"already complete, {STEPS} steps" in done.stdout
-    proof("taken, another seed, no run: exit 2 each, no file changed; the finished run resumed: exit 0")
-
-
 @pytest.mark.fault(71)
 def test_what_is_beyond_the_resumed_step_is_kept_apart(tmp_path: Path, proof: Proof) -> None:
     directory = RunDirectory.create(tmp_path / "run", "", "")

@@ -27,10 +27,11 @@ from rlgen.recipe import load_recipe
 from rlgen.rollout import parquet
 from rlgen.rollout.parquet import Rollout, read_part
 from rlgen.rollout.read import read_rollouts, rollout_steps
+from rlgen.rollout.samples import Ragged, Samples
 from rlgen.run import rollouts as module
 from rlgen.run.compare import first_difference
 from rlgen.run.rollouts import RolloutWriter
-from rlgen.types import Prompt, Ragged, Sample, Samples, Span, ids_of, logp_of
+from rlgen.types import Prompt, Sample, Span, ids_of, logp_of
 
 TEXT = byte_tokenizer().decode([40, 41])
 LABELS = ("exact match", "länge.x")

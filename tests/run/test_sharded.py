@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import sharded_worker
 from conftest import read_jsonl
+from helpers.in_processes import train_in
 from helpers.rollouts import rollout_rows
 from helpers.torchrun import PRECISE, farthest, launch, recipe_of, torchrun, weights, well
 from safetensors.torch import load_file
@@ -82,7 +83,7 @@ class Alone:
     def __call__(self, way: str) -> Path:
         run = self.recipe.with_name(way)
         if not run.exists():
-            sharded_worker.train(self.recipe, run, WAYS[way].split(), Processes.alone())
+            train_in(run, load_recipe(self.recipe, WAYS[way].split()), Processes.alone())
         return run
 
 

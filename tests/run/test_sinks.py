@@ -209,7 +209,9 @@ def test_a_tracker_that_breaks_in_mid_run_changes_nothing(
     how: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], proof: Proof
 ) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    monkeypatch.setattr(opening, "START", opening.START.replace("main()", f"import breaking; breaking.arm({how!r}); main()"))
+    monkeypatch.setattr(
+        opening, "START", opening.START.replace("run_tracker()", f"import breaking; breaking.arm({how!r}); run_tracker()")
+    )
     monkeypatch.setattr(opening, "PATIENCE", 2.0 if how == "hangs" else HANGS)
     run = trained(tmp_path, sinks_of(tmp_path))
     assert first_difference(plain, run) is None

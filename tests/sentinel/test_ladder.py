@@ -133,9 +133,9 @@ def checks_of(recipe: Path, overrides: list[str], greedy: bool = False) -> tuple
     loaded = load_recipe(recipe, overrides).recipe
     if greedy:  # refused in a recipe
         loaded = loaded.model_copy(update={"rollout": loaded.rollout.model_copy(update={"temperature": 0.0})})
-    with closing(open_trainer_and_engine(loaded, open_data(loaded), None, Processes.alone(), recipe.parent, print)) as both:
-        probe = probe_of(loaded, both)
-        return list(climb(probe, toy_gradient(loaded, both, probe))), both.state.policy.packed
+    with closing(open_trainer_and_engine(open_data(loaded), None, Processes.alone(), recipe.parent, print)) as both:
+        probe = probe_of(both)
+        return list(climb(probe, toy_gradient(both, probe))), both.state.policy.packed
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,13 @@ from rlgen.engines.transformers import TransformersEngine
 from rlgen.errors import Fault, SentinelError
 from rlgen.files import read_json
 from rlgen.processes import Processes
+from rlgen.rollout.samples import Samples
 from rlgen.run.compare import first_difference
 from rlgen.sentinel.bounds import MOST, Bounds, Gap, Noise
 from rlgen.sentinel.probe import Probe
 from rlgen.sentinel.watch import Watch
 from rlgen.setup import trainer
-from rlgen.types import WHOLE, Completion, Distribution, Request, Sample, Samples, Sampling, Span, one_span
+from rlgen.types import WHOLE, Completion, Distribution, Request, Sample, Sampling, Span, one_span
 
 Proof = Callable[[str], None]
 

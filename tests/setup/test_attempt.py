@@ -190,10 +190,10 @@ HIDDEN = """
 import os, subprocess, sys
 from pathlib import Path
 from rlgen.setup.attempt import Hidden
-from rlgen.run.console import Console, apart
+from rlgen.run.console import Console, own_stream
 
 print("held back", end="")
-with Console(2, file=apart(sys.stdout)) as console, Hidden() as hidden:
+with Console(2, file=own_stream(sys.stdout)) as console, Hidden() as hidden:
     hidden.to(Path(sys.argv[1]) / "first.log")
     print("python")
     console.say(" said")

@@ -37,7 +37,7 @@ def test_the_engine_is_opened_before_reference_and_optimizer_state(recipe_file: 
     recipe = load_recipe(recipe_file, ["engine={kind: transformers}", "trainer={kind: grpo, beta: 0.1}"]).recipe
     with pytest.raises(Loaded):
         trainer_and_engine.open_trainer_and_engine(
-            recipe, open_data(recipe), Path("checkpoint"), Processes.alone(), recipe_file.parent, print
+            open_data(recipe), Path("checkpoint"), Processes.alone(), recipe_file.parent, print
         )
     assert order == ["engine", "reference", "checkpoint"]
 

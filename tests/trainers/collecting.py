@@ -11,7 +11,9 @@ from rlgen.recipe.models import RolloutRecipe
 from rlgen.rewards.score import EarlyScoring, Scorer
 from rlgen.rollout.journal import Journal
 from rlgen.rollout.sampler import Sampler
-from rlgen.trainers.collect import Collector
+from rlgen.run.clock import PhaseClock
+from rlgen.run.signals import StopRequest
+from rlgen.trainers.collect import Collected, Collector
 from rlgen.trainers.groups import Stream
 from rlgen.types import Prompt, Sampling, ids_of
 
@@ -58,3 +60,11 @@ def collector(engine: Any, scorer: Scorer, folder: Path, early_pays: bool = True
         stream=Stream(processes=alone, sampler=sampler, early=early, labels=("f",), groups=groups) if streams else None,
         **parts,
     )
+
+
+def collected(collect: Collector) -> Collected:
+    """What the loop collects for step 1."""
+    with collect.drawing(1, 0, PhaseClock(), StopRequest(False)) as draw:
+        while draw.wanted:
+            collect.score(draw, collect.sampled(draw))
+        return collect.collected(draw)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from collecting import PROMPTS, collector
+from collecting import PROMPTS, collected, collector
 from helpers.samples import completion
 from helpers.waiting import until
 
@@ -12,8 +12,7 @@ from rlgen.engines.base import Finished
 from rlgen.errors import Fault, SentinelError
 from rlgen.recipe.models import RewardRecipe, ScoringRecipe
 from rlgen.rewards.score import Scorer, open_scorer
-from rlgen.run.clock import Clock
-from rlgen.run.signals import StopNow, StopRequest
+from rlgen.run.signals import StopNow
 from rlgen.types import Completion, Request, Sampling
 
 REWARD = """
@@ -72,18 +71,18 @@ def test_rewards_run_beside_sampling_only_where_that_is_elsewhere(scorer: Scorer
         before.append(called(tmp_path))
 
     collect = collector(Engine(before_last), scorer, tmp_path, elsewhere)
-    got = collect(1, 0, Clock(), StopRequest(False))
+    got = collected(collect)
     assert before == [[0, 1, 2, 3] if elsewhere else []]
     assert [sample.reward for sample in got.samples] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert got.samples.group_id.tolist() == [0, 0, 1, 1, 2, 2]
 
 
 def test_what_was_scored_early_is_taken_from_the_journal_after_a_kill(scorer: Scorer, tmp_path: Path) -> None:
-    first = collector(Engine(lambda: None), scorer, tmp_path, True)(1, 0, Clock(), StopRequest(False))
+    first = collected(collector(Engine(lambda: None), scorer, tmp_path, True))
     for path in tmp_path.glob("called_*"):
         path.unlink()
     again = collector(Engine(lambda: None), scorer, tmp_path, True)
-    assert again(1, 0, Clock(), StopRequest(False)).samples == first.samples
+    assert collected(again).samples == first.samples
     assert called(tmp_path) == []
 
 
@@ -102,7 +101,7 @@ def test_a_step_that_is_given_up_ends_the_calls_of_its_rewards(scorer: Scorer, t
     engine = Engine(before_last)
     collect = collector(engine, scorer, tmp_path, True)
     with pytest.raises((SentinelError, KeyboardInterrupt)) as caught:
-        collect(1, 0, Clock(), StopRequest(False))
+        collected(collect)
     if why == "fault":
         assert isinstance(caught.value, SentinelError) and caught.value.fault is Fault.STALE_ROLLOUTS
     workers = {int(path.read_text()) for path in tmp_path.glob("called_*")}

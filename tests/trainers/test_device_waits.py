@@ -16,8 +16,8 @@ from rlgen.algorithms.registry import build_algorithm
 from rlgen.models.policy import Policy
 from rlgen.processes import Processes
 from rlgen.recipe.trainers import GRPORecipe, OnlineDPORecipe
+from rlgen.rollout.samples import Samples
 from rlgen.rollout.table import RowTable
-from rlgen.types import Samples
 
 ROWS, UPDATES = 16, 2
 # Operations for which the program waits on a GPU: a number is read, or decides how large a result is.

@@ -14,7 +14,7 @@ from rlgen.cli.train import train_command
 from rlgen.errors import SentinelError, UsageError
 from rlgen.files import read_json
 from rlgen.rollout.read import read_rollouts, rollout_steps
-from rlgen.run.compare import checkpoints, first_difference, rollouts
+from rlgen.run.compare import checkpoint_differences, first_difference, rollout_differences
 from rlgen.trainers.report import Reporter
 
 Proof = Callable[[str], None]
@@ -80,7 +80,7 @@ def test_the_metrics_are_those_of_the_samples(run: Path) -> None:
 
 def test_training_does_not_notice_an_evaluation(run: Path) -> None:
     plain = train(run.parent, "plain")
-    assert list(rollouts("rollouts", run, plain)) == list(checkpoints(run, plain)) == []
+    assert list(rollout_differences("rollouts", run, plain)) == list(checkpoint_differences(run, plain)) == []
     ours = [without(record, "eval/", "time/") for record in read_jsonl(run / "metrics.jsonl") if record["step"]]
     assert ours == [without(record, "time/") for record in read_jsonl(plain / "metrics.jsonl")]
 
@@ -117,7 +117,7 @@ def test_a_run_that_had_none_may_get_an_evaluation(run: Path) -> None:
     """Training does not notice; what is evaluated from then on is what would have been."""
     train(run.parent, "added", "run.steps=2")
     added = train(run.parent, "added", f"eval={EVAL}", resume=True)
-    assert list(rollouts("rollouts", run, added)) == list(checkpoints(run, added)) == []
+    assert list(rollout_differences("rollouts", run, added)) == list(checkpoint_differences(run, added)) == []
     records = {record["step"]: record for record in read_jsonl(added / "metrics.jsonl")}
     assert [step for step, record in records.items() if "eval/reward/mean" in record] == [4]
     whole = next(record for record in read_jsonl(run / "metrics.jsonl") if record["step"] == 4)
@@ -129,7 +129,7 @@ def test_a_run_that_had_none_may_get_an_evaluation(run: Path) -> None:
 def test_the_comparison_of_runs_sees_evaluations(run: Path) -> None:
     other = train(run.parent, "other", f"eval={EVAL}".replace("limit: 5", "limit: 4"))
     # Log-probs may differ too: rounding depends on how many rows are computed together.
-    found = [one for one in rollouts("evals", run, other) if one.key == "samples"]
+    found = [one for one in rollout_differences("evals", run, other) if one.key == "samples"]
     assert [(one.step, one.key, one.left, one.right) for one in found] == [(step, "samples", 20, 16) for step in (0, 2, 4)]
 
 

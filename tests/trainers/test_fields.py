@@ -25,8 +25,8 @@ from rlgen.recipe.inert import inert
 from rlgen.recipe.models import Recipe
 from rlgen.recipe.rules import contradictions
 from rlgen.recipe.trainers import GRPORecipe, OnlineDPORecipe, RLOORecipe
+from rlgen.rollout.samples import Samples
 from rlgen.rollout.table import RowTable
-from rlgen.types import Samples
 
 GRPO_LOSSES, DPO_LOSSES = (get_args(model.model_fields["loss"].annotation) for model in (GRPORecipe, OnlineDPORecipe))
 # A value other than the default, and other than what the contexts below set. bnpo is left out: it is another name of dapo.

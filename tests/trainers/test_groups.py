@@ -22,10 +22,11 @@ from rlgen.errors import SentinelError
 from rlgen.models.policy import Policy
 from rlgen.processes import Processes
 from rlgen.recipe.trainers import GRPORecipe, OnlineDPORecipe, RLOORecipe
+from rlgen.rollout.samples import Samples
 from rlgen.rollout.score import score
 from rlgen.rollout.table import RowTable
 from rlgen.trainers.groups import ExactSum, Groups, provisional_totals
-from rlgen.types import WHOLE, Sample, Samples
+from rlgen.types import WHOLE, Sample
 
 GROUPS, SIZE, LONGEST, BUDGET = 5, 4, 14, 60
 ONE = Processes.alone()

@@ -24,11 +24,12 @@ from rlgen.losses.advantages import gdpo_advantages, group_advantages, rloo_adva
 from rlgen.models.policy import Policy, PolicyScores
 from rlgen.recipe.trainers import RLOORecipe
 from rlgen.rollout.read import rollout_steps
+from rlgen.rollout.samples import Samples
 from rlgen.run.directory import RunDirectory
 from rlgen.trainers.collect import Collector
 from rlgen.trainers.train_batch import TrainBatch
 from rlgen.trainers.update import Updater
-from rlgen.types import Group, Sample, Samples
+from rlgen.types import Group, Sample
 
 __all__ = ["recipe"]
 Proof = Callable[[str], None]

@@ -19,6 +19,7 @@ from rlgen.recipe import load_recipe
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.setup import largest
 from rlgen.setup.policy import build_reference
+from rlgen.setup.settings import TrainSettings
 from rlgen.trainers import update as update_module
 
 __all__ = ["recipe"]
@@ -153,7 +154,7 @@ class NoRoom:
 def test_what_is_still_to_come_lacks_memory_before_step_1(recipe: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof) -> None:
     reference: Any = NoRoom()
     with pytest.raises(SetupError, match=r"for the reference, a copy of the model: CUDA .* most: --set model\.lora\.rank=16 "):
-        build_reference(load_recipe(recipe, SMALL).recipe, reference)
+        build_reference(TrainSettings.of(load_recipe(recipe, SMALL).recipe), reference)
     monkeypatch.setattr(largest, "torch", NoRoom())
     with pytest.raises(SetupError, match=r"for the optimizer's state: CUDA .* most: --set model\.lora\.rank=16 "):
         run(recipe, "run.steps=2", "run.probe_max=true")

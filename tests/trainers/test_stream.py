@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from collecting import collector
+from collecting import collected, collector
 from conftest import read_jsonl
 from helpers.rollouts import rollout_rows
 from helpers.samples import completion
@@ -30,9 +30,8 @@ from rlgen.processes import Processes
 from rlgen.recipe.models import RewardRecipe, ScoringRecipe
 from rlgen.rewards.score import Scorer, open_scorer
 from rlgen.rollout.table import RowTable
-from rlgen.run.clock import Clock
 from rlgen.run.compare import first_difference
-from rlgen.run.signals import StopNow, StopRequest
+from rlgen.run.signals import StopNow
 from rlgen.setup.replay import Past, replay
 from rlgen.trainers.collect import Collector
 from rlgen.trainers.update import Updater
@@ -124,7 +123,7 @@ def test_complete_groups_are_trained_on_while_others_are_sampled(
 
     groups = Groups(events)
     groups.late = late
-    got = open_collector(Engine(events, before), groups)(1, 0, Clock(), StopRequest(False))
+    got = collected(open_collector(Engine(events, before), groups))
     main = threading.current_thread().name
     assert events[0] == "begin in rlgen-stream" and main != "rlgen-stream"
     order = [event for event in events if event.startswith(("answer", "trained"))]
@@ -146,7 +145,7 @@ def test_no_group_is_trained_on_before_its_last_completion(open_collector: Calla
             time.sleep(0.1)
             assert not any(event.startswith("train 1") for event in events)
 
-    open_collector(Engine(events, before), Groups(events))(1, 0, Clock(), StopRequest(False))
+    collected(open_collector(Engine(events, before), Groups(events)))
     assert "trained 0" in events
 
 
@@ -176,7 +175,7 @@ def test_an_error_in_mid_stream_ends_sampling_and_leaves_nothing(open_collector:
         "reward": RewardError,
     }
     with pytest.raises(expected[what]):
-        collect(1, 0, Clock(), StopRequest(False))
+        collected(collect)
     assert "drop" in events
     assert not any(thread.name == "rlgen-stream" for thread in threading.enumerate())
     if what != "reward":

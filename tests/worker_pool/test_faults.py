@@ -376,8 +376,9 @@ def test_slow_calls_are_spread_over_workers(scorer, tmp_path, monkeypatch):
     (processes,) = totals(build.score([group(*"abcdefghijkl")], 1))
     assert 2 <= len(set(processes)) <= 3
     monkeypatch.setattr(pool, "GROW_AFTER", HANGS)
-    (processes,) = totals(scorer(PID, scoring={"workers": 3}).score([group(*"abcdefghijkl")], 1))
-    assert len(set(processes)) == 1, "quick ones are not worth a second process"
+    quick = scorer(PID, scoring={"workers": 3})
+    (processes,) = totals(quick.score([group(*"abcdefghijkl")], 1))
+    assert len(set(processes)) == len(quick.pools[0]._workers) == 1, "quick ones are not worth a second process"
 
 
 def test_workers_end_with_the_scorer_and_are_replaced_if_they_die_between_steps(scorer):

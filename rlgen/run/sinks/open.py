@@ -30,7 +30,7 @@ HURRY = 10.0  # the same, for a run that was asked to stop and may be killed soo
 ROOM = 1000  # records that may wait
 ANSWER = 120.0  # seconds that the library may take for one record, or for its start
 # The process has the trainer's sys.path; -P keeps the working directory out of it, where a folder `wandb` may be.
-START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rlgen.run.sinks.worker import main; main()"
+START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rlgen.run.sinks.worker import run_tracker; run_tracker()"
 # Turns off the telemetry of the libraries. No sink needs a GPU.
 ENVIRONMENT = {
     "DO_NOT_TRACK": "true",

@@ -65,7 +65,7 @@ def carry_out(tracker: Tracker, order: dict[str, Any]) -> None:
             tracker.end(order["state"], order["exit_code"])
 
 
-def main() -> None:
+def run_tracker() -> None:
     """Opens a tracker by the first line of standard input, and carries out the other lines, up to the order to end.
 
     If the input ends without that order, the run was killed.
