@@ -12,7 +12,7 @@ from rlgen.cli.output import echo, echo_styled, page_for_terminal
 from rlgen.errors import UsageError
 from rlgen.redact import printable, printable_json
 from rlgen.rollout.parquet import FIXED, OF_TURNS, has_turns
-from rlgen.run.console import number
+from rlgen.run.console import number_text
 from rlgen.run.find import find_run
 from rlgen.types import end_of_talk
 
@@ -56,14 +56,14 @@ def block(row: dict[str, Any], full: bool) -> Text:
     text = Text()
     text.append(f"step {row['step']}  group {row['group_id']}.{row['sample_index']}", style="bold")
     text.append("  reward ")
-    text.append(number(row["reward"], ".3g"), style="bold red" if row["reward"] is None else "bold")
-    text.append(f"  advantage {number(row['advantage'], '+.3g')}")
+    text.append(number_text(row["reward"], ".3g"), style="bold red" if row["reward"] is None else "bold")
+    text.append(f"  advantage {number_text(row['advantage'], '+.3g')}")
     text.append("" if row["trained"] else " (not trained)", style="yellow")
     tokens, sampled = len(row["completion_ids"]), sum(row["loss_mask"])
     text.append(f"  {tokens} token{'' if tokens == 1 else 's'}{'' if sampled == tokens else f', {sampled} sampled'}  ")
     text.append(row["finish_reason"], style="yellow" if row["finish_reason"] == "length" else "")
-    text.append(f"  gap {number(gap(row['sampler_logp'], row['policy_logp']), '.1e')}", style="dim")
-    rewards = "  ".join(f"{name} {number(value, '.3g')}" for name, value in row["rewards"].items())
+    text.append(f"  gap {number_text(gap(row['sampler_logp'], row['policy_logp']), '.1e')}", style="dim")
+    rewards = "  ".join(f"{name} {number_text(value, '.3g')}" for name, value in row["rewards"].items())
     text.append(printable(f"\n  {rewards}") if rewards else "")
     for name, error in row["reward_errors"].items():
         text.append(printable(f"\n  {name} failed: {error}"), style="red")
