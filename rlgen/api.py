@@ -87,9 +87,9 @@ def evaluate(
     Raises:
         RlgenError: as the command ends with an exit code.
     """
-    from rlgen.cli.evaluate import evaluated
+    from rlgen.cli.evaluate import evaluate_target
 
-    _, found = evaluated(Path(name), Path(recipe), overrides, step, None if out is None else Path(out), lambda text: None)
+    _, found = evaluate_target(Path(name), Path(recipe), overrides, step, None if out is None else Path(out), lambda text: None)
     return found.metrics
 
 

@@ -6,28 +6,39 @@ mistyped. `rlgen docs metrics` prints the glossary, which `scripts/docs.py` writ
 
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
+
+# Which recipes write a metric.
+POLICY = "`trainer.kind`: grpo, rloo"
+ONLINE_DPO = "`trainer.kind`: online_dpo"
+CLIPPING = "losses that clip the ratio"
+COMPARABLE = "`eval`, if engine and trainer can be compared"
+FAILING = "steps in which a reward failed"
 
 
-class Metric(StrEnum):
-    """A key of `metrics.jsonl`. A value of None means that there was nothing to measure in this step.
-
-    Metric.SAMPLER_KL == "sampler/kl"; Metric.SAMPLER_KL.unit == "nats a token"
-    """
+class Explained(StrEnum):
+    """A name with its explanation."""
 
     unit: str  # "" for a number without a unit
     what: str
     when: str  # which recipes write it; "" for all of them
 
-    def __new__(cls, key: str, unit: str, what: str, when: str = "") -> "Metric":
+    def __new__(cls, key: str, unit: str, what: str, when: str = "") -> Self:
         member = str.__new__(cls, key)
         member._value_, member.unit, member.what, member.when = key, unit, what, when
         return member
 
+
+class Metric(Explained):
+    """A key of `metrics.jsonl`. A value of None means that there was nothing to measure in this step.
+
+    Metric.SAMPLER_KL == "sampler/kl"; Metric.SAMPLER_KL.unit == "nats a token"
+    """
+
     STEP = "step", "steps", "Number of the step, from 1; 0 is an evaluation before step 1."
 
     LOSS = "loss", "", "Loss that was differentiated; the mean over the updates of the step."
-    POLICY_LOSS = "policy_loss", "", "Loss without the KL and the entropy bonus.", "`trainer.kind`: grpo, rloo"
+    POLICY_LOSS = "policy_loss", "", "Loss without the KL and the entropy bonus.", POLICY
     GRAD_NORM = "grad_norm", "", "Norm of the gradient of the last update, before it is clipped."
     LEARNING_RATE = "learning_rate", "", "Learning rate of the updates of this step."
     UPDATES_DONE = "updates/done", "updates", "Optimizer steps that were taken."
@@ -38,11 +49,7 @@ class Metric(StrEnum):
     REWARD_STD = "reward/std", "reward", "Standard deviation of the same sums."
     REWARD_UNSCORED = "reward/unscored", "samples", "Samples without a reward: no reward applies, or one has failed."
     GROUPS_ZERO_STD = "groups/zero_std", "share", "Groups of equal rewards, among those with two scored samples or more."
-    GROUPS_RESAMPLED = (
-        "groups/resampled",
-        "groups",
-        "Groups of equal rewards that `rollout.dynamic_sampling` replaced.",
-    )
+    GROUPS_RESAMPLED = "groups/resampled", "groups", "Groups of equal rewards that `rollout.dynamic_sampling` replaced."
 
     COMPLETIONS_MEAN_TOKENS = "completions/mean_tokens", "tokens", "Mean length of a completion: the tokens that were sampled."
     COMPLETIONS_MIN_TOKENS = "completions/min_tokens", "tokens", "Length of the shortest completion."
@@ -62,23 +69,18 @@ class Metric(StrEnum):
     TOKENS_PADDING = "tokens/padding", "tokens", "Padding positions of the micro-batches of one update, over all processes."
 
     ENTROPY = "entropy", "nats a token", "Mean entropy of the distributions that the trained tokens were sampled from."
-    ENTROPY_KEPT = (
-        "entropy_mask/kept_frac",
-        "share",
-        "Tokens that `trainer.top_entropy` keeps.",
-        "`trainer.kind`: grpo, rloo",
-    )
+    ENTROPY_KEPT = "entropy_mask/kept_frac", "share", "Tokens that `trainer.top_entropy` keeps.", POLICY
     KL_OLD_K1 = (
         "kl/old_k1",
         "nats a token",
         "KL from the weights before the first update to the present ones, estimated by the mean of -log ratio.",
-        "`trainer.kind`: grpo, rloo",
+        POLICY,
     )
     KL_OLD_K3 = (
         "kl/old_k3",
         "nats a token",
         "The same KL, estimated by the mean of ratio - 1 - log ratio, which is never negative.",
-        "`trainer.kind`: grpo, rloo",
+        POLICY,
     )
     KL_REF_K1 = (
         "kl/ref_k1",
@@ -93,19 +95,14 @@ class Metric(StrEnum):
         "`trainer.beta` above 0 and `trainer.kl` not k1_in_reward",
     )
 
-    CLIP_LOW = (
-        "clip/low",
-        "share",
-        "Tokens or completions of negative advantage whose ratio is below 1 - `clip_low`.",
-        "losses that clip the ratio",
-    )
+    CLIP_LOW = "clip/low", "share", "Tokens or completions of negative advantage whose ratio is below 1 - `clip_low`.", CLIPPING
     CLIP_HIGH = (
         "clip/high",
         "share",
         "Tokens or completions of positive advantage whose ratio is above 1 + `clip_high`.",
-        "losses that clip the ratio",
+        CLIPPING,
     )
-    CLIP_REGION = "clip/region", "share", "The sum of `clip/low` and `clip/high`.", "losses that clip the ratio"
+    CLIP_REGION = "clip/region", "share", "The sum of `clip/low` and `clip/high`.", CLIPPING
     CISPO_CLIPPED = "cispo/clipped", "share", "Tokens whose ratio is above `trainer.cispo_max`.", "`trainer.loss`: cispo"
     VESPO_PHI_MEAN = "vespo/phi_mean", "", "Mean weight of a completion.", "`trainer.loss`: vespo"
     OPSM_DROPPED = (
@@ -119,18 +116,18 @@ class Metric(StrEnum):
         "dpo/margin",
         "nats",
         "Log-ratio to the reference of the chosen completion less that of the rejected one, times beta.",
-        "`trainer.kind`: online_dpo",
+        ONLINE_DPO,
     )
-    DPO_ACCURACY = "dpo/accuracy", "share", "Pairs whose margin is above 0.", "`trainer.kind`: online_dpo"
+    DPO_ACCURACY = "dpo/accuracy", "share", "Pairs whose margin is above 0.", ONLINE_DPO
     DPO_CHOSEN_REWARD = (
         "dpo/chosen_reward",
         "nats",
         "Log-ratio to the reference of the chosen completion, times beta.",
-        "`trainer.kind`: online_dpo",
+        ONLINE_DPO,
     )
-    DPO_REJECTED_REWARD = "dpo/rejected_reward", "nats", "The same of the rejected completion.", "`trainer.kind`: online_dpo"
-    DPO_KEPT = "dpo/kept_frac", "share", "Pairs that `trainer.correction` keeps.", "`trainer.kind`: online_dpo"
-    DPO_BETA = "dpo/beta", "", "The value of `trainer.beta` in this pass over the data.", "`trainer.kind`: online_dpo"
+    DPO_REJECTED_REWARD = "dpo/rejected_reward", "nats", "The same of the rejected completion.", ONLINE_DPO
+    DPO_KEPT = "dpo/kept_frac", "share", "Pairs that `trainer.correction` keeps.", ONLINE_DPO
+    DPO_BETA = "dpo/beta", "", "The value of `trainer.beta` in this pass over the data.", ONLINE_DPO
 
     SAMPLER_DELTA_MEAN = "sampler/delta_mean", "nats", "Mean of abs(old_logp - sampler_logp): how far trainer and engine differ."
     SAMPLER_DELTA_MAX = "sampler/delta_max", "nats", "Largest abs(old_logp - sampler_logp) of all tokens."
@@ -177,11 +174,7 @@ class Metric(StrEnum):
         "`rollout.async_steps`",
     )
 
-    ROLLOUT_STALENESS_MEAN = (
-        "rollout/staleness_mean",
-        "versions",
-        "Mean age of samples, by their oldest token, in the step.",
-    )
+    ROLLOUT_STALENESS_MEAN = "rollout/staleness_mean", "versions", "Mean age of samples, by their oldest token, in the step."
     ROLLOUT_STALENESS_MAX = "rollout/staleness_max", "versions", "Age of the oldest token."
     ROLLOUT_MIXED = "rollout/mixed", "share", "Samples whose tokens several versions of the weights sampled."
     ROLLOUT_DROPPED_STALE = (
@@ -213,14 +206,9 @@ class Metric(StrEnum):
         "eval/sampler/delta_mean",
         "nats",
         "Mean difference of the log-probs of engine and trainer on a few completions of an evaluation.",
-        "`eval`, if engine and trainer can be compared",
+        COMPARABLE,
     )
-    EVAL_DELTA_MAX = (
-        "eval/sampler/delta_max",
-        "nats",
-        "Largest difference on the same completions.",
-        "`eval`, if engine and trainer can be compared",
-    )
+    EVAL_DELTA_MAX = "eval/sampler/delta_max", "nats", "Largest difference on the same completions.", COMPARABLE
 
     TIME_STEP = "time/step", "seconds", "The whole step; the times below add up to it."
     TIME_GENERATE = (
@@ -235,32 +223,23 @@ class Metric(StrEnum):
     TIME_EVAL = "time/eval", "seconds", "Evaluating.", "`eval`"
 
 
-class Family(StrEnum):
+class Family(Explained):
     """A pattern of keys with one metric per reward, health rule or k of pass@k, such as `reward/exact_match/mean`.
 
     Family.REWARD_FAILED.of("judge") == "reward/judge/failed"
     """
 
-    unit: str
-    what: str
-    when: str
-
-    def __new__(cls, pattern: str, unit: str, what: str, when: str = "") -> "Family":
-        member = str.__new__(cls, pattern)
-        member._value_, member.unit, member.what, member.when = pattern, unit, what, when
-        return member
-
     REWARD_MEAN = "reward/<name>/mean", "reward", "Mean of one reward over the samples that it applies to."
     REWARD_STD = "reward/<name>/std", "reward", "Standard deviation of one reward."
     REWARD_FAILED = "reward/<name>/failed", "samples", "Samples whose reward failed, whatever the cause."
-    REWARD_ERRORS = "reward/<name>/errors", "samples", "Of these, calls that raised.", "steps in which a reward failed"
-    REWARD_TIMEOUTS = "reward/<name>/timeouts", "samples", "Of these, calls that took too long.", "steps in which a reward failed"
-    REWARD_DIED = "reward/<name>/died", "samples", "Of these, calls whose process died.", "steps in which a reward failed"
+    REWARD_ERRORS = "reward/<name>/errors", "samples", "Of these, calls that raised.", FAILING
+    REWARD_TIMEOUTS = "reward/<name>/timeouts", "samples", "Of these, calls that took too long.", FAILING
+    REWARD_DIED = "reward/<name>/died", "samples", "Of these, calls whose process died.", FAILING
     REWARD_MEMORY = (
         "reward/<name>/memory",
         "samples",
         "Of these, calls that needed more memory than `scoring.memory_gib`.",
-        "steps in which a reward failed",
+        FAILING,
     )
     TOOLS = (
         "tools/<name>",

@@ -197,7 +197,7 @@ class Training:
         trained, merged = Path(said["trained"]), self.folder / "merged"
         asks = self.plan.name not in MUST_END
         if asks and (trained / "adapter_config.json").exists() and not merged.exists():
-            export_command(trained, merged, None, "float32", True)
+            export_command(trained, merged, None, "float32", as_json=True)
         return Measured(
             rewards=said["rewards"],
             start=self.measured["start"],

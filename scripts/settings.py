@@ -13,7 +13,7 @@ import tempfile
 from bisect import bisect_left
 from pathlib import Path
 
-from rlgen.cli.estimate import GIB, estimate
+from rlgen.cli.estimate import GIB, memory_report
 from rlgen.recipe import load_recipe
 
 # hidden size, size of the MLP, layers, heads, whether head and embedding are one tensor
@@ -54,7 +54,7 @@ def longest(recipe: Path, overrides: list[str], gpu: int) -> str:
     def too_long(length: int) -> bool:
         budget = max(8192, 512 + length)  # a row must fit into a micro-batch
         said = [f"rollout.max_completion_tokens={length}", f"optim.micro_batch_tokens={budget}"]
-        return not estimate(load_recipe(recipe, [*overrides, *said]).recipe, int(gpu * USABLE * GIB))["fits"]
+        return not memory_report(load_recipe(recipe, [*overrides, *said]).recipe, int(gpu * USABLE * GIB))["fits"]
 
     fitting = bisect_left(LENGTHS, True, key=too_long)
     return f"{LENGTHS[fitting - 1]:,}" if fitting else "–"

@@ -16,7 +16,7 @@ from helpers.samples import make_sample
 from helpers.waiting import HANGS
 from transformers import CONFIG_MAPPING
 
-from rlgen.cli.estimate import estimate
+from rlgen.cli.estimate import memory_report
 from rlgen.data.prompts import build_prompts
 from rlgen.data.source import load_rows
 from rlgen.models.load import load_tokenizer, locate
@@ -84,9 +84,9 @@ def test_it_fits_into_the_gpu_that_it_names_and_into_no_smaller_one(path: Path, 
     CONFIG_MAPPING["qwen3"](**MODELS[name]).save_pretrained(tmp_path)
     unsaid = [] if load_recipe(path).recipe.data.max_prompt_tokens else ["data.max_prompt_tokens=256"]
     recipe = load_recipe(path, [f"model.path={tmp_path}", *unsaid]).recipe
-    assert estimate(recipe, size * 10**9)["fits"] is True
+    assert memory_report(recipe, size * 10**9)["fits"] is True
     smaller = CARDS[CARDS.index(size) - 1]
-    assert estimate(recipe, smaller * 10**9)["fits"] is False, f"{smaller} GB are enough"
+    assert memory_report(recipe, smaller * 10**9)["fits"] is False, f"{smaller} GB are enough"
 
 
 # --- data ------------------------------------------------------------------------------------------------------------

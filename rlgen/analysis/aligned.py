@@ -1,18 +1,27 @@
-"""Aligns the curves of several runs by step, tokens or time; seeds of one recipe become their mean with a band."""
+"""Groups runs whose recipes differ only in the seed, and aligns their curves by step, tokens or time: the seeds of a group become
+their mean with a band.
+"""
 
+import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, replace
+from string import ascii_uppercase
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlgen.analysis.charts import Chart, Line, charts_of, explained, thinned
-from rlgen.analysis.groups import Group
+from rlgen.analysis.charts import Chart, Line, chart_of, charts_of, thinned
 from rlgen.analysis.interval import reach_of_mean
 from rlgen.analysis.run import Run, number
+from rlgen.errors import UsageError
 from rlgen.metrics import Metric
+from rlgen.recipe import effective
+from rlgen.recipe.yaml import by_key
 
+SEED = "run.seed"
+PLACE = frozenset(["run.name", "run.dir"])  # where a run is stored, which is not a difference
 By = Literal["step", "tokens", "time"]
 AXES: Mapping[By, str] = {"step": "step", "tokens": "tokens", "time": "seconds"}
 BAND = "A band is the 95 % interval of the mean over the seeds (Student's t); with two seeds it reaches from one to the other."
@@ -22,7 +31,47 @@ Floats: TypeAlias = NDArray[np.float64]
 Curve: TypeAlias = Floats  # [2, N], places on an axis and the values of one run there; NaN: it is missing
 
 
-def measured(run: Run, metric: str) -> dict[int, float]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunGroup:
+    """Runs of one recipe with different seeds."""
+
+    letter: str  # "A"
+    runs: Sequence[Run]
+    again: bool  # an earlier group has the same recipe and seeds
+
+    @property
+    def seeds(self) -> list[int]:
+        return [run.recipe.run.seed for run in self.runs]
+
+
+def grouped(runs: Sequence[Run]) -> list[RunGroup]:
+    """Returns the runs by recipe, in the order in which they are given. Raises UsageError for more groups than letters.
+
+    Two runs of the same recipe and seed are not independent: the second one begins a group of repetitions. Two seeds
+    alone are two groups, so that each has its own curve.
+    """
+    found: dict[tuple[str, int], list[Run]] = {}
+    seen: Counter[tuple[str, int]] = Counter()
+    for run in runs:
+        recipe = json.dumps({key: value for key, value in compared(run).items() if key != SEED}, sort_keys=True)
+        seen[recipe, run.recipe.run.seed] += 1
+        found.setdefault((recipe, seen[recipe, run.recipe.run.seed]), []).append(run)
+    if len(found) > len(ascii_uppercase):
+        raise UsageError(f"the runs have {len(found)} recipes, and compare shows {len(ascii_uppercase)} at most; name fewer runs")
+    groups = [(members, times > 1) for (_, times), members in found.items()]
+    if len(groups) == 1 and len(runs) == 2:
+        groups = [([run], False) for run in runs]
+    return [
+        RunGroup(letter=letter, runs=runs, again=again) for letter, (runs, again) in zip(ascii_uppercase, groups, strict=False)
+    ]
+
+
+def compared(run: Run) -> dict[str, Any]:
+    """Returns the values of a run's recipe that have an effect, by dotted key, without the names of its folder."""
+    return {key: value for key, value in by_key(effective(run.recipe)).items() if key not in PLACE}
+
+
+def series_of(run: Run, metric: str) -> dict[int, float]:
     """Returns the values of a metric by step, of training or of evaluations; NaN where a record has no number for it."""
     found: dict[int, float] = {}
     for record in (*run.metrics, *run.evaluations):
@@ -32,7 +81,7 @@ def measured(run: Run, metric: str) -> dict[int, float]:
     return found
 
 
-def places_of(run: Run, by: By) -> dict[int, float]:
+def axis_places(run: Run, by: By) -> dict[int, float]:
     """Returns where each step of a run stands on the axis: tokens that were sampled, or seconds, up to its end."""
     steps = [record[Metric.STEP] for record in run.metrics]
     if by == "step":
@@ -42,14 +91,13 @@ def places_of(run: Run, by: By) -> dict[int, float]:
     return {0: 0.0, **{step: round(total, 3) for step, total in zip(steps, sums.tolist(), strict=True)}}
 
 
-def metric_chart(groups: Sequence[Group], metric: str, by: By) -> Chart:
-    unit, what = explained(metric)
-    found = {run: curve_of(run, measured(run, metric), by) for group in groups for run in group.runs}
+def metric_chart(groups: Sequence[RunGroup], metric: str, by: By) -> Chart:
+    found = {run: curve_of(run, series_of(run, metric), by) for group in groups for run in group.runs}
     curves = {run: curve for run, curve in found.items() if curve is not None}
-    return joined(Chart(group="Compared", title=metric, unit=unit, what=what, x=(), lines=()), groups, curves, by)
+    return compared_chart(chart_of(metric, "Compared", metric), groups, curves, by)
 
 
-def other_charts(groups: Sequence[Group], by: By) -> list[Chart]:
+def other_charts(groups: Sequence[RunGroup], by: By) -> list[Chart]:
     """Returns a chart for each curve that the report of any of the runs draws, in the order of the report."""
     drawn = [(run, chart) for group in groups for run in group.runs for chart in charts_of(run)]
     several = {(chart.group, chart.title) for _, chart in drawn if len(chart.lines) > 1}
@@ -64,26 +112,26 @@ def other_charts(groups: Sequence[Group], by: By) -> list[Chart]:
             curve = curve_of(run, {int(step): float("nan") if value is None else value for step, value in values}, by)
             if curve is not None:
                 curves.setdefault(key, {})[run] = curve
-    return [joined(chart, groups, curves.get(key, {}), by) for key, chart in charts.items()]
+    return [compared_chart(chart, groups, curves.get(key, {}), by) for key, chart in charts.items()]
 
 
 def curve_of(run: Run, series: Series, by: By) -> Curve | None:
     """Returns a series along an axis; None if it has no value. A missing value stays missing: the curve has a gap there."""
-    places = places_of(run, by)
+    places = axis_places(run, by)
     points = [(places[step], value) for step, value in sorted(series.items()) if step in places]
     if not any(np.isfinite(value) for _, value in points):
         return None
     return np.array(points, dtype=float).T
 
 
-def joined(chart: Chart, groups: Sequence[Group], curves: Mapping[Run, Curve], by: By) -> Chart:
+def compared_chart(chart: Chart, groups: Sequence[RunGroup], curves: Mapping[Run, Curve], by: By) -> Chart:
     """Returns a chart with one line for each group, on the places of all its curves."""
     x = np.array(thinned(sorted({place for places, _ in curves.values() for place in places.tolist()})), dtype=float)
     lines = [line_of(group, [curves[run] for run in group.runs if run in curves], x) for group in groups]
     return replace(chart, x=[int(place) if place == int(place) else place for place in x.tolist()], axis=AXES[by], lines=lines)
 
 
-def line_of(group: Group, curves: Sequence[Curve], x: Floats) -> Line:
+def line_of(group: RunGroup, curves: Sequence[Curve], x: Floats) -> Line:
     """Returns the mean of a group's runs with its band, up to the end of the shortest: a mean of fewer runs would jump there."""
     if not curves:
         return Line(label=group.letter, values=[None] * len(x))

@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rlgen.analysis.charts import EDGES, evaluated
-from rlgen.analysis.run import Record, Run, number
+from rlgen.analysis.charts import evaluated_keys
+from rlgen.analysis.run import Record, Run, interval_of, mean_of, number
 from rlgen.metrics import Family, Metric
 from rlgen.recipe import Recipe
 from rlgen.recipe.rules import is_local_model, is_local_source
@@ -18,9 +18,7 @@ OF_MACHINE = ("rlgen", "time", "python", "platform", "processor", "gpus", "packa
 
 
 def model_card(run: Run, step: int, dtype: str) -> str:
-    """Returns README.md of a model that was exported from this step, with the metadata that the hub reads. What the run did after
-    the step does not count.
-    """
+    """Returns README.md of a model that was exported from this step, with the metadata of the hub. Later steps do not count."""
     recipe = run.recipe
     trained = [row for row in run.metrics if row[Metric.STEP] <= step]
     parts = [
@@ -54,10 +52,10 @@ def reward_table(rows: Sequence[Record]) -> str:
     count = min(SPANS, len(rows))
     spans = [rows[len(rows) * part // count : len(rows) * (part + 1) // count] for part in range(count)]
     body = [
-        [f"{span[0][Metric.STEP]} to {span[-1][Metric.STEP]}", *(shown(mean(number(row, key) for row in span)) for key in keys)]
+        [f"{span[0][Metric.STEP]} to {span[-1][Metric.STEP]}", *(cell(mean_of(number(row, key) for row in span)) for key in keys)]
         for span in spans
     ]
-    return table(["steps", *(f"`{key}`" for key in keys)], body)
+    return markdown_table(["steps", *(f"`{key}`" for key in keys)], body)
 
 
 def evaluation_table(evaluations: Sequence[Record]) -> str:
@@ -66,12 +64,11 @@ def evaluation_table(evaluations: Sequence[Record]) -> str:
         return ""
     first, last = evaluations[0], evaluations[-1]
     body = []
-    for key in (key for key in evaluated([last]) if number(last, key) is not None):
-        low, high = (number(last, key + edge) for edge in EDGES)
-        interval = "" if low is None or high is None else f" ({low:.3g} to {high:.3g})"
-        body.append([f"`{key}`", shown(number(first, key)), shown(number(last, key)) + interval])
+    for key in (key for key in evaluated_keys([last]) if number(last, key) is not None):
+        interval = f" ({found})" if (found := interval_of(last, key)) else ""
+        body.append([f"`{key}`", cell(number(first, key)), cell(number(last, key)) + interval])
     head = ["", f"step {first[Metric.STEP]}", f"step {last[Metric.STEP]}"]
-    return f"## Evaluation\n\n{table(head, body)}"
+    return f"## Evaluation\n\n{markdown_table(head, body)}"
 
 
 def provenance_table(run: Run, step: int) -> str:
@@ -84,7 +81,7 @@ def provenance_table(run: Run, step: int) -> str:
             rows += [[name, str(version)] for name, version in value.items()]
         elif value:
             rows.append([key, ", ".join(value) if isinstance(value, list) else str(value)])
-    return table(["", ""], rows)
+    return markdown_table(["", ""], rows)
 
 
 def portable(value: Any, key: str = "") -> Any:
@@ -103,17 +100,11 @@ def last_name(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2] if path.startswith("/") else path
 
 
-def mean(values: Iterable[float | None]) -> float | None:
-    """Returns the mean of what was measured; None if nothing was."""
-    found = [value for value in values if value is not None]
-    return sum(found) / len(found) if found else None
-
-
-def shown(value: float | None) -> str:
+def cell(value: float | None) -> str:
     return "–" if value is None else f"{value:.3g}"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *rows))
 
 

@@ -1,10 +1,10 @@
 """The curves of a run: which metrics are drawn together, in which order. A metric that no chart names gets one of its own."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from rlgen.analysis.run import Record, Run, number
+from rlgen.analysis.run import EDGES, Record, Run, number
 from rlgen.metrics import Family, Metric
 
 MOST_POINTS = 2000  # of a curve; of a longer run every n-th step is drawn
@@ -37,7 +37,7 @@ class Chart:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ChartPlan:
     """Metrics that share a chart, by their labels."""
 
     group: str
@@ -63,26 +63,25 @@ DELTAS = {"mean": Metric.SAMPLER_DELTA_MEAN, "99.9 %": Metric.SAMPLER_DELTA_P999
 TOKENS = {"sampled": Metric.TOKENS_GENERATED, "trained": Metric.TOKENS_TRAINED, "padding": Metric.TOKENS_PADDING}
 AGREEMENT = "Agreement of engine and trainer"
 PLANS = (
-    Plan("Learning", "Reward", {"mean": Metric.REWARD_MEAN}, spread=Metric.REWARD_STD),
-    Plan("Learning", "Loss", {"loss": Metric.LOSS}),
-    Plan("Learning", "Gradient norm", {"norm": Metric.GRAD_NORM}),
-    Plan("Learning", "Groups of equal rewards", {"share": Metric.GROUPS_ZERO_STD}),
-    Plan("Learning", "Preference accuracy", {"share": Metric.DPO_ACCURACY}),
-    Plan("Learning", "Preference margin", {"margin": Metric.DPO_MARGIN}),
-    Plan("Stability", "Completion length", {"mean": Metric.COMPLETIONS_MEAN_TOKENS}, band=LENGTHS),
-    Plan("Stability", "Truncated completions", {"share": Metric.COMPLETIONS_TRUNCATED}),
-    Plan("Stability", "Entropy", {"entropy": Metric.ENTROPY}),
-    Plan("Stability", "KL to the reference", {"k1": Metric.KL_REF_K1, "k3": Metric.KL_REF_K3}),
-    Plan("Stability", "Clipped ratios", {"share": Metric.CLIP_REGION, "cispo": Metric.CISPO_CLIPPED}),
-    Plan(AGREEMENT, "Difference of log-probs", DELTAS, log=True),
-    Plan(AGREEMENT, "KL of engine and trainer", {"k3": Metric.SAMPLER_KL}, log=True),
-    Plan(AGREEMENT, "Importance weight", {"mean": Metric.IS_WEIGHT_MEAN}, band=WEIGHTS),
-    Plan(AGREEMENT, "Effective share of the samples", {"tokens": Metric.IS_ESS_RAW, "completions": Metric.IS_ESS_SEQ}),
-    Plan("Throughput", "Speed", {"sampled": SPEED}),
-    Plan("Throughput", "Tokens of a step", TOKENS),
-    Plan("Throughput", "Time of a step", PHASES, stacked=True),
+    ChartPlan("Learning", "Reward", {"mean": Metric.REWARD_MEAN}, spread=Metric.REWARD_STD),
+    ChartPlan("Learning", "Loss", {"loss": Metric.LOSS}),
+    ChartPlan("Learning", "Gradient norm", {"norm": Metric.GRAD_NORM}),
+    ChartPlan("Learning", "Groups of equal rewards", {"share": Metric.GROUPS_ZERO_STD}),
+    ChartPlan("Learning", "Preference accuracy", {"share": Metric.DPO_ACCURACY}),
+    ChartPlan("Learning", "Preference margin", {"margin": Metric.DPO_MARGIN}),
+    ChartPlan("Stability", "Completion length", {"mean": Metric.COMPLETIONS_MEAN_TOKENS}, band=LENGTHS),
+    ChartPlan("Stability", "Truncated completions", {"share": Metric.COMPLETIONS_TRUNCATED}),
+    ChartPlan("Stability", "Entropy", {"entropy": Metric.ENTROPY}),
+    ChartPlan("Stability", "KL to the reference", {"k1": Metric.KL_REF_K1, "k3": Metric.KL_REF_K3}),
+    ChartPlan("Stability", "Clipped ratios", {"share": Metric.CLIP_REGION, "cispo": Metric.CISPO_CLIPPED}),
+    ChartPlan(AGREEMENT, "Difference of log-probs", DELTAS, log=True),
+    ChartPlan(AGREEMENT, "KL of engine and trainer", {"k3": Metric.SAMPLER_KL}, log=True),
+    ChartPlan(AGREEMENT, "Importance weight", {"mean": Metric.IS_WEIGHT_MEAN}, band=WEIGHTS),
+    ChartPlan(AGREEMENT, "Effective share of the samples", {"tokens": Metric.IS_ESS_RAW, "completions": Metric.IS_ESS_SEQ}),
+    ChartPlan("Throughput", "Speed", {"sampled": SPEED}),
+    ChartPlan("Throughput", "Tokens of a step", TOKENS),
+    ChartPlan("Throughput", "Time of a step", PHASES, stacked=True),
 )
-EDGES = ("_low", "_high")  # of the interval of an evaluation: `eval/reward/mean_low`
 # What evaluations are called. A single reward has its name, and so has pass@k.
 EVALUATED: dict[str, str] = {
     Metric.EVAL_REWARD_MEAN: "reward",
@@ -99,9 +98,9 @@ UNDRAWN = frozenset([Metric.STEP, Metric.TIME_STEP, Metric.REWARD_STD, Metric.WE
 
 def charts_of(run: Run) -> list[Chart]:
     """Returns the charts of a run: evaluations first, then those of `PLANS` that were measured, then all other metrics."""
-    rows = [{**row, SPEED: speed(row)} for row in thinned(run.metrics)]
+    rows = [{**row, SPEED: speed_of(row)} for row in thinned(run.metrics)]
     planned = [chart for plan in plans(rows) if (chart := drawn(plan, rows)) is not None]
-    return [*evaluation_charts(run.evaluations), *planned, *other_charts(rows)]
+    return [*evaluation_charts(run.evaluations), *planned, *unplanned_charts(rows)]
 
 
 T = TypeVar("T")
@@ -113,45 +112,45 @@ def thinned(records: Sequence[T]) -> Sequence[T]:
     return records if every <= 1 else [record for place, record in enumerate(reversed(records)) if place % every == 0][::-1]
 
 
-def speed(row: Record) -> float | None:
+def speed_of(row: Record) -> float | None:
     tokens, seconds = number(row, Metric.TOKENS_GENERATED), number(row, Metric.TIME_STEP)
     return tokens / seconds if tokens is not None and seconds else None
 
 
-def plans(rows: Sequence[Record]) -> list[Plan]:
+def plans(rows: Sequence[Record]) -> list[ChartPlan]:
     """Returns `PLANS`, with one more if there are several rewards."""
     names = {key.split("/")[1]: key for row in rows for key in Family.REWARD_MEAN.keys(row)}
-    by_name = Plan("Learning", "Rewards by name", names)
+    by_name = ChartPlan("Learning", "Rewards by name", names)
     return [*PLANS[:1], *([by_name] if len(names) > 1 else []), *PLANS[1:]]
 
 
-def explained(key: str) -> tuple[str, str]:
-    """Returns unit and meaning of a metric; empty texts for one that the glossary does not have."""
-    known: Metric | None = next((metric for metric in Metric if metric == key), None)
-    return (known.unit, known.what) if known else ("", "")
+def chart_of(key: str, group: str, title: str, x: Sequence[float] = (), lines: Sequence[Line] = ()) -> Chart:
+    """Returns the chart of one metric, with its unit and meaning if the glossary has it."""
+    known = next((metric for metric in Metric if metric == key), None)
+    return Chart(group=group, title=title, unit=known.unit if known else "", what=known.what if known else "", x=x, lines=lines)
 
 
-def drawn(plan: Plan, rows: Sequence[Record]) -> Chart | None:
+def drawn(plan: ChartPlan, rows: Sequence[Record]) -> Chart | None:
     """Returns the chart of a plan; None if no step has measured any of its metrics."""
     lines: list[Line] = []
     for label, key in plan.keys.items():
         values = [number(row, key) for row in rows]
         if any(value is not None for value in values):
-            low, high = band(plan, rows, values) if not lines else (None, None)
+            low, high = edges(plan, rows, values) if not lines else (None, None)
             lines.append(Line(label=label, values=values, low=low, high=high))
     if not lines:
         return None
     keys = plan.keys.values()
-    known = next((metric for metric in Metric if metric in keys), None)
-    unit, what = explained(known) if known else ("tokens/s" if SPEED in keys else "reward", "")
-    steps, log, stacked = [row[Metric.STEP] for row in rows], plan.log, plan.stacked
-    return Chart(group=plan.group, title=plan.title, unit=unit, what=what, x=steps, lines=lines, log=log, stacked=stacked)
+    known = next((metric for metric in Metric if metric in keys), "")
+    chart = chart_of(known, plan.group, plan.title, [row[Metric.STEP] for row in rows], lines)
+    unit = chart.unit if known else "tokens/s" if SPEED in keys else "reward"
+    return replace(chart, unit=unit, log=plan.log, stacked=plan.stacked)
 
 
 Values = Sequence[float | None]
 
 
-def band(plan: Plan, rows: Sequence[Record], values: Values) -> tuple[Values | None, Values | None]:
+def edges(plan: ChartPlan, rows: Sequence[Record], values: Values) -> tuple[Values | None, Values | None]:
     """Returns the edges of the band around a line."""
     if plan.band is not None:
         low, high = ([number(row, key) for row in rows] for key in plan.band)
@@ -163,7 +162,7 @@ def band(plan: Plan, rows: Sequence[Record], values: Values) -> tuple[Values | N
     return low, high
 
 
-def evaluated(evaluations: Sequence[Record]) -> list[str]:
+def evaluated_keys(evaluations: Sequence[Record]) -> list[str]:
     """Returns the keys of all values of evaluations, without the edges of their intervals."""
     keys = dict.fromkeys(key for row in evaluations for key in row)
     return [key for key in keys if key.startswith("eval/") and not key.endswith(EDGES) and key not in SIZES]
@@ -171,7 +170,7 @@ def evaluated(evaluations: Sequence[Record]) -> list[str]:
 
 def evaluation_charts(evaluations: Sequence[Record]) -> list[Chart]:
     """Returns one chart for each value of the evaluations: those with intervals first, and no count of failures that stayed 0."""
-    keys = evaluated(evaluations)
+    keys = evaluated_keys(evaluations)
     failures = {Metric.EVAL_REWARD_UNSCORED, *Family.EVAL_FAILED.keys(dict.fromkeys(keys))}
     steps = [row[Metric.STEP] for row in evaluations]
     charts = []
@@ -182,12 +181,11 @@ def evaluation_charts(evaluations: Sequence[Record]) -> list[Chart]:
         has_band = any(edge is not None for edge in low)
         line = Line(label="evaluation", values=values, low=low if has_band else None, high=high if has_band else None)
         title = EVALUATED.get(key) or key.removeprefix("eval/").removeprefix("reward/").removesuffix("/mean")
-        unit, what = explained(key)
-        charts.append(Chart(group="Evaluation", title=f"Evaluation: {title}", unit=unit, what=what, x=steps, lines=[line]))
+        charts.append(chart_of(key, "Evaluation", f"Evaluation: {title}", steps, [line]))
     return sorted(charts, key=lambda chart: chart.lines[0].low is None)
 
 
-def other_charts(rows: Sequence[Record]) -> list[Chart]:
+def unplanned_charts(rows: Sequence[Record]) -> list[Chart]:
     """Returns a chart for each number that no plan names, so that a new metric is seen without a change here."""
     named = {key for plan in plans(rows) for key in (*plan.keys.values(), *(plan.band or ()), plan.spread)} | UNDRAWN
     keys = dict.fromkeys(key for row in rows for key in row if key not in named and not key.startswith(("health/", "eval/")))
@@ -196,7 +194,5 @@ def other_charts(rows: Sequence[Record]) -> list[Chart]:
     for key in keys:
         values = [None if isinstance(row.get(key), bool) else number(row, key) for row in rows]
         if len({value for value in values if value is not None}) > 1:  # a number that never moves tells nothing
-            unit, what = explained(key)
-            line = Line(label=key, values=values)
-            charts.append(Chart(group="Other metrics", title=key, unit=unit, what=what, x=steps, lines=[line]))
+            charts.append(chart_of(key, "Other metrics", key, steps, [Line(label=key, values=values)]))
     return charts

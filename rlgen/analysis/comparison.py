@@ -1,6 +1,7 @@
 """Compares runs: what differs in their recipes, how far a metric is apart at their ends, and what limits the verdict."""
 
 import difflib
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -9,16 +10,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rlgen.analysis.aligned import By, Series, measured, metric_chart
+from rlgen.analysis.aligned import SEED, By, RunGroup, Series, compared, grouped, metric_chart, series_of
 from rlgen.analysis.charts import Chart
-from rlgen.analysis.groups import ABSENT, SEED, Group, differences_of, groups_of, shown_of_group
 from rlgen.analysis.interval import LEAST, Interval, block_size, of_difference, of_mean, of_series
 from rlgen.analysis.run import Run
 from rlgen.errors import UsageError
 from rlgen.metrics import Metric
+from rlgen.recipe import Recipe
 
 # Metrics of which more is better; for all others the verdict only has the word "higher".
 BETTER = re.compile(r"(eval/)?reward/(.+/)?mean|eval/(pass|avg)@\d+|dpo/accuracy")
+ABSENT = "–"
 LISTED = 5  # names of metrics that a message shows
 
 
@@ -75,7 +77,7 @@ class Comparison:
     """The result of a comparison, without the curves of further metrics."""
 
     names: Mapping[Run, str]  # of all runs, in the order in which they are given
-    groups: Sequence[Group]
+    groups: Sequence[RunGroup]
     differences: Mapping[str, Mapping[Run, Any]]  # key of the recipe -> value in each run that has it
     metric: str
     chart: Chart  # of the metric
@@ -83,7 +85,7 @@ class Comparison:
     verdicts: Sequence[Verdict]  # of each group against the first
     notes: Sequence[str]
 
-    def row_of(self, group: Group) -> tuple[str, str, str, str]:
+    def row_of(self, group: RunGroup) -> tuple[str, str, str, str]:
         """Returns what stands in the table of groups: names, seeds, steps, and the mean of the metric."""
         steps = dict.fromkeys(str(run.metrics[-1][Metric.STEP]) if run.metrics else "0" for run in group.runs)
         end = self.ends[group.letter]
@@ -96,20 +98,18 @@ class Comparison:
 
     @property
     def differing(self) -> list[list[str]]:
-        """Returns what stands in the table of differences: each key with its value in each group, as text.
-
-        The seeds, which the table of groups shows too, are no difference if every group has the same.
-        """
-        rows = [[key, *(shown_of_group(of_runs, group) for group in self.groups)] for key, of_runs in self.differences.items()]
+        """Returns the table of differences: each key with its value in each group. Seeds that every group has are none."""
+        rows = []
+        for key, values in self.differences.items():
+            of_groups = [dict.fromkeys(value_of(values, run) for run in group.runs) for group in self.groups]
+            rows.append([key, *map(", ".join, of_groups)])
         return [row for row in rows if len(set(row[1:])) > 1]
 
 
 def compare(runs: Sequence[Run], metric: str, by: By) -> Comparison:
-    """Compares two runs or more. Raises UsageError if none has measured the metric, although there are steps, or for too many
-    recipes.
-    """
+    """Compares two runs or more. Raises UsageError if none has measured the metric although there are steps, or as `grouped`."""
     check(runs, metric)
-    groups = groups_of(runs)
+    groups = grouped(runs)
     folders = [run.name for run in runs]
     names = {run: run.name if folders.count(run.name) == 1 else str(run.path) for run in runs}
     differing = differences_of(runs)
@@ -127,11 +127,28 @@ def compare(runs: Sequence[Run], metric: str, by: By) -> Comparison:
     )
 
 
+def differences_of(runs: Sequence[Run]) -> dict[str, dict[Run, Any]]:
+    """Returns the keys in which recipes differ, by section, kinds first, each with its value in the runs that have it."""
+    recipes = {run: compared(run) for run in runs}
+    sections = list(Recipe.model_fields)
+    keys = dict.fromkeys(key for recipe in recipes.values() for key in recipe)
+    keys = dict.fromkeys(sorted(keys, key=lambda key: (sections.index(key.partition(".")[0]), not key.endswith(".kind"))))
+    values = {key: {run: recipe[key] for run, recipe in recipes.items() if key in recipe} for key in keys}
+    return {key: of_runs for key, of_runs in values.items() if len({value_of(of_runs, run) for run in runs}) > 1}
+
+
+def value_of(values: Mapping[Run, Any], run: Run) -> str:
+    if run not in values:
+        return ABSENT
+    value = values[run]
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
 def check(runs: Sequence[Run], metric: str) -> None:
     """Raises UsageError if no run has a finite number of that name, although there are metrics."""
     records = [record for run in runs for record in (*run.metrics, *run.evaluations)]
     keys = sorted({key for record in records for key, value in record.items() if isinstance(value, int | float)})
-    if not keys or any(math.isfinite(value) for run in runs for value in measured(run, metric).values()):
+    if not keys or any(math.isfinite(value) for run in runs for value in series_of(run, metric).values()):
         return
     close = difflib.get_close_matches(metric, keys, n=1)
     hint = f"did you mean `{close[0]}`?" if close else f"they have {', '.join(keys[:LISTED])} and others: rlgen docs metrics"
@@ -144,23 +161,23 @@ def last_quarter(series: Sequence[Series]) -> list[int]:
     return steps[-math.ceil(len(steps) / 4) :] if steps else []
 
 
-def end_of(group: Group, metric: str) -> Interval | float | None:
+def end_of(group: RunGroup, metric: str) -> Interval | float | None:
     """Returns the mean over the last quarter of the steps that a group's runs have: with its interval over two seeds or more."""
-    values = [values for run in group.runs if (values := measured(run, metric))]
+    values = [values for run in group.runs if (values := series_of(run, metric))]
     shared = last_quarter(values)
-    means = [mean for one in values if math.isfinite(mean := mean_of(one, shared))]
+    means = [mean for one in values if math.isfinite(mean := mean_at(one, shared))]
     return of_mean(means) if len(means) > 1 else means[0] if means else None
 
 
-def mean_of(values: Series, steps: Sequence[int]) -> float:
+def mean_at(values: Series, steps: Sequence[int]) -> float:
     """Returns the mean of the numbers at these steps; NaN if there are none."""
     numbers = [values[step] for step in steps if math.isfinite(values[step])]
     return sum(numbers) / len(numbers) if numbers else math.nan
 
 
-def verdict(left: Group, right: Group, metric: str) -> Verdict:
+def verdict(left: RunGroup, right: RunGroup, metric: str) -> Verdict:
     """Returns the verdict on two groups. Runs that never measured the metric are left out."""
-    sides = [[values for run in group.runs if (values := measured(run, metric))] for group in (left, right)]
+    sides = [[values for run in group.runs if (values := series_of(run, metric))] for group in (left, right)]
     steps = last_quarter([*sides[0], *sides[1]]) if all(sides) else []
     found = estimate(sides[0], sides[1], steps, (left.letter, right.letter))
     return Verdict(left=left.letter, right=right.letter, metric=metric, steps=steps, estimate=found)
@@ -168,8 +185,8 @@ def verdict(left: Group, right: Group, metric: str) -> Verdict:
 
 def estimate(left: Sequence[Series], right: Sequence[Series], steps: Sequence[int], letters: tuple[str, str]) -> Estimate:
     """Returns how far the runs of two groups are apart at these steps: over seeds if each has two, else over the steps."""
-    sides = [[values for values in side if math.isfinite(mean_of(values, steps))] for side in (left, right)]
-    means = [[mean_of(values, steps) for values in side] for side in sides]
+    sides = [[values for values in side if math.isfinite(mean_at(values, steps))] for side in (left, right)]
+    means = [[mean_at(values, steps) for values in side] for side in sides]
     if not all(means):
         empty = " and ".join(letter for letter, found in zip(letters, means, strict=True) if not found)
         return Estimate(basis=f"{empty} measured nothing there" if steps else "there is no step at which both have measured it")
@@ -178,7 +195,8 @@ def estimate(left: Sequence[Series], right: Sequence[Series], steps: Sequence[in
         basis = f"95 % interval over {seeds[0]} and {seeds[1]} seeds (Welch's t)"
         return Estimate(difference=difference, interval=of_difference(*means), method="Welch's t over seeds", basis=basis)
     caution = "one seed each proves little" if max(seeds) == 1 else f"{letters[seeds.index(1)]} has one seed, which proves little"
-    apart = differences(sides[0], sides[1], steps)
+    curves = [np.mean([[values[step] for step in steps] for values in side], axis=0) for side in sides]
+    apart = [value for value in (curves[0] - curves[1]).tolist() if math.isfinite(value)]  # where all runs have a number
     if len(apart) < LEAST:
         basis = f"no interval: both sides have a number at {len(apart)} steps, but at least {LEAST} are needed; {caution}"
         return Estimate(difference=difference, basis=basis)
@@ -187,18 +205,12 @@ def estimate(left: Sequence[Series], right: Sequence[Series], steps: Sequence[in
     return Estimate(difference=interval.value, interval=interval, method="block bootstrap over steps", basis=basis)
 
 
-def differences(left: Sequence[Series], right: Sequence[Series], steps: Sequence[int]) -> list[float]:
-    """Returns the mean of `left` less that of `right` at each of the steps at which all runs have a number."""
-    means = [np.mean([[values[step] for step in steps] for values in side], axis=0) for side in (left, right)]
-    return [value for value in (means[0] - means[1]).tolist() if math.isfinite(value)]
-
-
 def notes_of(run: Run, name: str, metric: str) -> list[str]:
     """Returns what to know about one run: that it did not end, and which values it lacks."""
     state = run.status.get("state", "not begun")
     last, steps = (run.metrics[-1][Metric.STEP] if run.metrics else 0), run.recipe.run.steps
     found = [] if state == "done" and last == steps else [f"{name}: {state}, at step {last} of {steps}"]
-    values = measured(run, metric)
+    values = series_of(run, metric)
     missing = sum(not math.isfinite(value) for value in values.values())
     if not values and run.metrics:
         found.append(f"{name}: {metric} was never measured")
@@ -207,20 +219,20 @@ def notes_of(run: Run, name: str, metric: str) -> list[str]:
     return found
 
 
-def version_of(attempt: Mapping[str, Any]) -> str:
+def rlgen_version(attempt: Mapping[str, Any]) -> str:
     """Returns the version of rlgen and the first digits of its commit, with `+` if files differed: "0.1.0 (08ae11a74f+)"."""
     commit = str(attempt.get("git"))
     return f"{attempt.get('rlgen')} ({commit.removesuffix('+')[:10]}{'+' if commit.endswith('+') else ''})"
 
 
-def notes_of_all(runs: Sequence[Run], groups: Sequence[Group], verdicts: Sequence[Verdict]) -> list[str]:
+def notes_of_all(runs: Sequence[Run], groups: Sequence[RunGroup], verdicts: Sequence[Verdict]) -> list[str]:
     found = []
     if not verdicts:
         found.append("the recipes differ only in the seed, so there is no verdict")
     found += [f"{group.letter} repeats the recipe and the seeds of an earlier group" for group in groups if group.again]
     if len({run.metrics[-1][Metric.STEP] for run in runs if run.metrics}) > 1:
         found.append("the runs end at different steps: a curve of several seeds ends with the shortest run")
-    versions = {version_of(run.attempts[-1]) for run in runs if run.attempts}
+    versions = {rlgen_version(run.attempts[-1]) for run in runs if run.attempts}
     if len(versions) > 1:
         found.append(f"the runs are of different versions of rlgen: {', '.join(sorted(versions))}")
     if len(verdicts) > 1:

@@ -9,7 +9,8 @@ import base64
 import gzip
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -62,19 +63,16 @@ def size_of(path: Path) -> tuple[int, int]:
     return rows, tokens
 
 
-def pack(run: Run, most_rows: int) -> tuple[dict[str, Any], dict[str, str], list[int]]:
-    """Packs the rollouts of a run.
-
-    Returns:
-        What the browser needs to read the rest; parts by name, "rows", "texts-0", "tokens-0", ..., each base64 of gzip; and the
-        token ids that occur, in the order of "pieces".
+def pack_rollouts(run: Run, most_rows: int) -> tuple[dict[str, Any], dict[str, str], list[int]]:
+    """Packs the rollouts of a run. Returns what the browser needs to read the rest; parts by name, "rows", "texts-0", "tokens-0",
+    ..., each base64 of gzip; and the token ids that occur, in the order of "pieces".
     """
     steps, total_steps, total_rows = choose(run.path, most_rows)
-    rows: dict[str, list[Any]] = {}
+    rows: defaultdict[str, list[Any]] = defaultdict(list)
     chunks = [Chunk.of(run, table) for table in chunked(run.path, steps, most_rows)]
     for chunk in chunks:
         for name, values in chunk.rows.items():
-            rows.setdefault(name, []).extend(values)
+            rows[name] += values
     ids, counts = np.unique(np.concatenate([chunk.ids for chunk in chunks] or [np.zeros(0, np.int32)]), return_counts=True)
     by_frequency = np.argsort(-counts, kind="stable")
     rank = np.empty(len(ids), np.uint32)
@@ -82,8 +80,7 @@ def pack(run: Run, most_rows: int) -> tuple[dict[str, Any], dict[str, str], list
     parts = {"rows": packed_json(rows)}
     for place, chunk in enumerate(chunks):
         parts[f"texts-{place}"] = packed_json(chunk.texts)
-        columns: list[NDArray[Any]] = [rank[np.searchsorted(ids, chunk.ids)], chunk.sampler, chunk.delta, chunk.flags]
-        parts[f"tokens-{place}"] = packed(planes(columns))
+        parts[f"tokens-{place}"] = packed(planes(rank[np.searchsorted(ids, chunk.ids)], chunk.sampler, chunk.delta, chunk.flags))
     correction = run.recipe.trainer.correction
     facts = {
         "count": sum(len(chunk.rows["step"]) for chunk in chunks),
@@ -99,9 +96,8 @@ def pack(run: Run, most_rows: int) -> tuple[dict[str, Any], dict[str, str], list
 
 
 def chunked(run: Path, steps: Sequence[int], most_rows: int) -> Iterator[pa.Table]:
-    """Yields the rollouts of some steps as tables of about `CHUNK_ROWS`, whole steps each.
-
-    A step of more than `most_rows` or `MOST_TOKENS`, which then is the only one, is cut.
+    """Yields the rollouts of some steps as tables of about `CHUNK_ROWS`, whole steps each. A step of more than `most_rows` or
+    `MOST_TOKENS`, which then is the only one, is cut.
     """
     waiting: list[pa.Table] = []
     tokens = 0
@@ -132,8 +128,9 @@ class Chunk:
 
     @classmethod
     def of(cls, run: Run, table: pa.Table) -> "Chunk":
-        names = ("completion_ids", "sampler_logp", "policy_logp", "loss_mask")
-        ids, sampler, policy, mask = (ragged(table, name) for name in names)
+        ids, sampler, policy, mask = (
+            ragged(table, name) for name in ("completion_ids", "sampler_logp", "policy_logp", "loss_mask")
+        )
         lengths = ids.lengths
         delta = np.full(len(ids.values), np.nan, dtype=np.float32)
         compared = np.repeat(policy.lengths > 0, lengths)
@@ -143,8 +140,8 @@ class Chunk:
         single = table["rewards"].combine_chunks() if "rewards" in table.column_names else None
         labels = [] if single is None else [field.name for field in single.type]
         prompts, place = prompts_of(table)
-        numbers = {name: table[name].to_numpy() for name in ("step", "group_id", "sample_index", "reward", "advantage")}
-        rows = {name: [short(value) for value in np.asarray(values, float).tolist()] for name, values in numbers.items()}
+        names = ("step", "group_id", "sample_index", "reward", "advantage")
+        rows = {name: [short(value) for value in table[name].to_pylist()] for name in names}
         for label, values in zip(labels, [] if single is None else single.flatten(), strict=True):
             rows[f"reward/{label}"] = [short(value) for value in values.to_pylist()]
         return cls(
@@ -185,10 +182,8 @@ class Code(IntEnum):
 def weights_of(
     recipe: CorrectionRecipe, policy_logp: Ragged, sampler_logp: Ragged, loss_mask: Ragged
 ) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
-    """Returns the codes [N] of the weights that the loss used, and [B] the weights of whole rows, for `Code.ROW`; NaN: none.
-
-    Args:
-        policy_logp: [B] rows; empty for a row that was not trained.
+    """Returns the codes [N] of the weights that the loss used, and [B] the weights of whole rows, for `Code.ROW`; NaN: none. The
+    rows [B] of `policy_logp` are empty if they were not trained.
     """
     import torch
 
@@ -245,7 +240,6 @@ def short(value: float | None) -> float | int | None:
 
 def halves(values: NDArray[np.float32]) -> NDArray[np.float16]:
     """Returns 16-bit floats of `SCALE` times the values, with eight bits of mantissa: what is rounded away would not compress.
-
     From 2e-7 to 255 nats they are exact to 0.25 %; beyond 255 they are 255.
     """
     within = np.where(np.isfinite(values), np.clip(values, -255, 255), values).astype(np.float32)
@@ -253,7 +247,7 @@ def halves(values: NDArray[np.float32]) -> NDArray[np.float16]:
     return ((bits + 2) & 0xFFFC).astype(np.uint16).view(np.float16)
 
 
-def planes(columns: Iterable[NDArray[Any]]) -> bytes:
+def planes(*columns: NDArray[Any]) -> bytes:
     """Returns the first bytes of all values of a column, then the second bytes, ...: equal ones stand together."""
     return b"".join(np.ascontiguousarray(column.view(np.uint8).reshape(len(column), -1).T).tobytes() for column in columns)
 
@@ -269,9 +263,7 @@ def packed(content: bytes) -> str:
 
 
 def tokenizer_of(run: Run) -> Tokenizer | None:
-    """Returns the tokenizer of a run: of its newest checkpoint, its model's folder, or the hub's cache; None: none is there.
-    Nothing is downloaded.
-    """
+    """Returns the tokenizer of a run's newest checkpoint, its model's folder or the hub's cache; None: none is here."""
     checkpoints = CheckpointFolder(run.path / "checkpoints").steps()
     model = str((run.attempts[-1] if run.attempts else {}).get("model", run.recipe.model.path))
     places = [*(path / TOKENIZER for _, path in sorted(checkpoints.items(), reverse=True)), Path(model) / TOKENIZER]
@@ -284,16 +276,12 @@ def tokenizer_of(run: Run) -> Tokenizer | None:
     return None
 
 
-def pieces_of(tokenizer: Tokenizer | None, ids: Iterable[int]) -> list[str]:
-    """Returns the text of each id on its own; `#17` without a tokenizer."""
-    return [f"#{one}" if tokenizer is None else piece(tokenizer, one) for one in ids]
-
-
-def piece(tokenizer: Tokenizer, one: int) -> str:
-    """Returns the text of one id: " the", or "⟦E2 96⟧" for bytes that are no whole character."""
-    name, text = tokenizer.id_to_token(one), tokenizer.decode([one], skip_special_tokens=False)
-    if name is None:
+def piece(tokenizer: Tokenizer | None, one: int) -> str:
+    """Returns the text of one id: " the"; "⟦E2 96⟧" for bytes that are no whole character; "#17" if it is not known."""
+    name = None if tokenizer is None else tokenizer.id_to_token(one)
+    if tokenizer is None or name is None:
         return f"#{one}"
+    text = tokenizer.decode([one], skip_special_tokens=False)
     if UNKNOWN in text:
         return f"⟦{' '.join(f'{BYTES[letter]:02X}' for letter in name)}⟧" if all(letter in BYTES for letter in name) else name
     # SentencePiece writes a space as ▁, and decoding drops it at the start of a text.

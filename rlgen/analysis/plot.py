@@ -15,11 +15,7 @@ NOWHERE = -1  # the row of a column without a value
 
 
 def plot(chart: Chart, width: int) -> list[Text]:
-    """Returns the lines of text of a chart whose labels are single letters. One without any value is empty.
-
-    Args:
-        width: of the whole, in characters.
-    """
+    """Returns the lines of text, `width` characters each, of a chart whose labels are single letters; none without a value."""
     edges = [row for line in chart.lines for row in (line.values, line.low, line.high) if row is not None]
     numbers = [value for row in edges for value in row if value is not None]
     if not numbers:

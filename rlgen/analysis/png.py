@@ -29,11 +29,8 @@ def chosen(charts: Sequence[Chart]) -> list[Chart]:
 def write_png(
     path: Path, title: str, charts: Sequence[Chart], most: int = MOST, columns: int = COLUMNS, from_zero: bool = False
 ) -> None:
-    """Writes the first `most` charts, `columns` in a row; with `from_zero` all axes begin at 0.
-
-    Raises:
-        SetupError: matplotlib is not installed.
-        CheckpointError: the file cannot be written.
+    """Writes the first `most` charts, `columns` in a row; with `from_zero` all axes begin at 0. Raises SetupError without
+    matplotlib, and CheckpointError if the file cannot be written.
     """
     try:
         from matplotlib import rc_context

@@ -1,5 +1,15 @@
-"""Writes `report.html`, everything that a colleague wants to see of a run, and the page of a comparison: one file each."""
+"""Writes `report.html`, everything that a colleague wants to see of a run, and the page of a comparison: one file each.
 
+A page is self-contained: styles, scripts and data are in the file, which requests nothing from the network. What a model, a data
+set or a person wrote is data and never markup: it stands in the page as JSON or base64, and the scripts put it on the screen as
+text nodes. The browser enforces both. Only scripts and styles of the hashes in the page's policy run, nothing is fetched, and
+assignments that would parse a text as markup raise an error (trusted types).
+"""
+
+import base64
+import hashlib
+import html
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -10,27 +20,24 @@ from rlgen.analysis.aligned import BAND
 from rlgen.analysis.card import last_name
 from rlgen.analysis.charts import Chart, charts_of
 from rlgen.analysis.comparison import Comparison
-from rlgen.analysis.pack import pack, packed_json, pieces_of, short, tokenizer_of
-from rlgen.analysis.page import write_page
+from rlgen.analysis.pack import pack_rollouts, packed_json, piece, short, tokenizer_of
 from rlgen.analysis.run import Run
-from rlgen.analysis.summary import facts_of, phases_of, verdicts_of
+from rlgen.analysis.summary import phases_of, summary_of, verdicts_of
+from rlgen.files import write_text
 
+ASSETS = Path(__file__).parent / "assets"
 COMPARE_SCRIPTS = ("base.js", "chart.js", "compare.js")
 SCRIPTS = ("base.js", "chart.js", "tokens.js", "rollouts.js", "report.js")
 
 
 def write_report(run: Run, path: Path, most_rows: int) -> Mapping[str, Any]:
-    """Writes the report of a run, and returns what it says of its rollouts.
-
-    Args:
-        most_rows: most rollouts in the report; of a longer run only every n-th step is taken, counted from the newest.
-
-    Raises:
-        CheckpointError: a file of rollouts is damaged, or the report cannot be written.
+    """Writes the report of a run, and returns what it says of its rollouts: at most `most_rows`; of a longer run only every n-th
+    step is taken, counted from the newest. Raises CheckpointError if a file of rollouts is damaged, or the report cannot be
+    written.
     """
-    rollouts, parts, ids = pack(run, most_rows)
+    rollouts, parts, ids = pack_rollouts(run, most_rows)
     tokenizer = tokenizer_of(run)
-    parts["pieces"] = packed_json({"ids": ids, "texts": pieces_of(tokenizer, ids)})
+    parts["pieces"] = packed_json({"ids": ids, "texts": [piece(tokenizer, one) for one in ids]})
     facts = {**facts_of_page(run), "rollouts": {**rollouts, "tokenizer": tokenizer is not None}}
     write_page(path, f"{run.name} – rlgen report", SCRIPTS, facts, parts)
     return rollouts
@@ -86,7 +93,7 @@ def facts_of_page(run: Run) -> dict[str, Any]:
             "message": run.status.get("message", ""),
         },
         "made": time.strftime("%Y-%m-%d %H:%M"),
-        "summary": [asdict(fact) for fact in facts_of(run, verdicts)],
+        "summary": [asdict(fact) for fact in summary_of(run, verdicts)],
         "charts": [as_facts(chart) for chart in charts_of(run)],
         "phases": [{"name": name, "seconds": short(seconds)} for name, seconds in phases_of(run).items()],
         "seconds": short(run.seconds),
@@ -107,8 +114,57 @@ def as_facts(chart: Chart) -> dict[str, Any]:
     """Returns a chart as the scripts take it, with short numbers."""
     lines: list[dict[str, Any]] = []
     for line in chart.lines:
-        edges = {"values": line.values, "low": line.low, "high": line.high}
-        kept = {name: [short(value) for value in values] for name, values in edges.items() if values is not None}
+        series = {"values": line.values, "low": line.low, "high": line.high}
+        kept = {name: [short(value) for value in values] for name, values in series.items() if values is not None}
         lines.append({"label": line.label, **kept})
     whole = all(place == int(place) for place in chart.x)
     return {**asdict(replace(chart, x=list(chart.x), lines=())), "whole": whole, "lines": lines}
+
+
+def write_page(path: Path, title: str, scripts: Sequence[str], facts: Any, parts: Mapping[str, str]) -> None:
+    """Writes a page. Raises CheckpointError if that fails.
+
+    Args:
+        scripts: names of the scripts in `assets`, in the order in which they run.
+        facts: the data that the page shows at once, as JSON can hold it.
+        parts: packed data by id, which scripts unpack when they need them.
+    """
+    style = (ASSETS / "page.css").read_text(encoding="utf-8")
+    script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in scripts)
+    islands = [f'<script type="application/json" id="facts">{island(facts)}</script>']
+    islands += [f'<script type="text/plain" id="{name}">{content}</script>' for name, content in parts.items()]
+    policy = (
+        f"default-src 'none'; script-src {hash_of(script)}; style-src {hash_of(style)}; img-src data:; base-uri 'none';"
+        " form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    )
+    page = f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<link rel="icon" href="data:,">
+<title>{html.escape(title)}</title>
+<style>{style}</style>
+</head>
+<body>
+<noscript>This page needs JavaScript: allow it here. All scripts are in the page.</noscript>
+<main id="page"></main>
+{chr(10).join(islands)}
+<script>{script}</script>
+</body>
+</html>
+"""
+    write_text(path, page)
+
+
+def island(value: Any) -> str:
+    r"""Returns JSON that may stand in a `<script>`: `<`, `>` and `&` are written as escapes, and so is all that is not ASCII."""
+    text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def hash_of(text: str) -> str:
+    """Returns the hash of an inline script or style as a Content-Security-Policy names it."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -92,12 +92,9 @@ class Found:
         return len(self.step)
 
 
-def find(run: Path, query: Query) -> Found:
-    """Returns the rows of a run that match.
-
-    Raises:
-        UsageError: an unknown sort, or the run has no rollouts, or none of these steps.
-        CheckpointError: a file is damaged.
+def find_rollouts(run: Path, query: Query) -> Found:
+    """Returns the rows of a run that match. Raises UsageError for an unknown sort, or if the run has no rollouts or none of these
+    steps, and CheckpointError if a file is damaged.
     """
     if query.order not in SORTS:
         raise UsageError(f"--sort {query.sort}: there is no such order; there are {', '.join(SORTS)}; -reward: highest first")

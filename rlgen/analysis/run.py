@@ -1,7 +1,7 @@
 """Reads the folder of a run: recipe, status, metrics and evaluations."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -11,6 +11,7 @@ from rlgen.recipe import Recipe, load_recipe
 from rlgen.run.directory import RunDirectory, read_records
 
 Record: TypeAlias = Mapping[str, Any]
+EDGES = ("_low", "_high")  # of the interval of an evaluation: `eval/reward/mean_low`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,8 +59,19 @@ def number(record: Record, key: str) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
+def interval_of(record: Record, key: str) -> str:
+    """Returns the interval of an evaluation's value, "0.48 to 0.58"; an empty text if it was not measured."""
+    low, high = (number(record, key + edge) for edge in EDGES)
+    return "" if low is None or high is None else f"{low:.3g} to {high:.3g}"
+
+
 def tenth(values: Sequence[float | None], last: bool) -> float | None:
     """Returns the mean of the first or the last tenth of the values, at least one; None if nothing was measured there."""
     count = max(1, len(values) // 10)
-    part = [value for value in (values[-count:] if last else values[:count]) if value is not None]
-    return sum(part) / len(part) if part else None
+    return mean_of(values[-count:] if last else values[:count])
+
+
+def mean_of(values: Iterable[float | None]) -> float | None:
+    """Returns the mean of what was measured; None if nothing was."""
+    found = [value for value in values if value is not None]
+    return sum(found) / len(found) if found else None

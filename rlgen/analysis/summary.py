@@ -1,13 +1,11 @@
-"""The few numbers that say how a run went: reward, evaluation, health, agreement, speed, time. For the report, and for the
-end of `rlgen train`.
-"""
+"""The few numbers that say how a run went, for the report and for the end of `rlgen train`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rlgen.analysis.charts import EDGES, PHASES
-from rlgen.analysis.run import Run, number, tenth
+from rlgen.analysis.charts import PHASES
+from rlgen.analysis.run import Run, interval_of, mean_of, number, tenth
 from rlgen.metrics import Metric
 from rlgen.run.checkpoint_folder import CheckpointFolder
 from rlgen.run.clock import as_clock
@@ -31,7 +29,7 @@ State = Literal["well", "broken", "was broken", "not measured"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class RuleVerdict:
     """The state of one rule after the last recorded step."""
 
     name: str
@@ -43,7 +41,7 @@ class Verdict:
     remedy: str
 
 
-def verdicts_of(run: Run) -> list[Verdict]:
+def verdicts_of(run: Run) -> list[RuleVerdict]:
     """Returns the verdict of each rule of the recipe; broken ones come first."""
     rules = rules_of(run.recipe)
     rows: Rows = {}
@@ -53,14 +51,14 @@ def verdicts_of(run: Run) -> list[Verdict]:
         for rule in rules:
             if rule.broken(rows):
                 broken[rule.name].append(record[Metric.STEP])
-    order: tuple[State, ...] = ("broken", "was broken", "well", "not measured")
-    return sorted((verdict_on(rule, rows, broken[rule.name]) for rule in rules), key=lambda found: order.index(found.state))
+    found = [verdict_on(rule, rows, broken[rule.name]) for rule in rules]
+    return sorted(found, key=lambda verdict: ("broken", "was broken", "well", "not measured").index(verdict.state))
 
 
-def verdict_on(rule: Rule, rows: Rows, broken: Sequence[int]) -> Verdict:
+def verdict_on(rule: Rule, rows: Rows, broken: Sequence[int]) -> RuleVerdict:
     measured = rows.get(rule.name, ())
     state: State = "broken" if rule.broken(rows) else "was broken" if broken else "well" if measured else "not measured"
-    return Verdict(
+    return RuleVerdict(
         name=rule.name,
         state=state,
         what=rule.sign.what,
@@ -78,19 +76,19 @@ def phases_of(run: Run) -> dict[str, float]:
     return {name: seconds for name, seconds in phases.items() if seconds > 0.001 * run.seconds}
 
 
-def facts_of(run: Run, verdicts: Sequence[Verdict]) -> list[Fact]:
+def summary_of(run: Run, verdicts: Sequence[RuleVerdict]) -> list[Fact]:
     found = [reward_fact(run), evaluation_fact(run), health_fact(verdicts), agreement_fact(run), *speed_facts(run)]
     return [fact for fact in found if fact is not None]
 
 
-def rewards_of(run: Run) -> tuple[float | None, float | None]:
+def tenths_of(run: Run) -> tuple[float | None, float | None]:
     """Returns the mean reward in the first and in the last tenth of the steps."""
     values = [number(row, Metric.REWARD_MEAN) for row in run.metrics]
     return tenth(values, last=False), tenth(values, last=True)
 
 
 def reward_fact(run: Run) -> Fact | None:
-    first, last = rewards_of(run)
+    first, last = tenths_of(run)
     if first is None or last is None:
         return None
     change = f"{first:.3g} in the first tenth, {last - first:+.3g}"
@@ -105,14 +103,13 @@ def evaluation_fact(run: Run) -> Fact | None:
     if not measured:
         return None
     first, last = measured[0], measured[-1]
-    low, high = (number(last, key + edge) for edge in EDGES)
-    interval = "" if low is None or high is None else f"{low:.3g} to {high:.3g} at step {last[Metric.STEP]}; "
+    interval = f"{found} at step {last[Metric.STEP]}; " if (found := interval_of(last, key)) else ""
     before = f"{number(first, key):.3g} at step {first[Metric.STEP]}" if first is not last else f"step {last[Metric.STEP]}"
     named = key.removeprefix("eval/").removesuffix("/mean")
     return Fact(label=f"Evaluation, {named}", value=f"{number(last, key):.3g}", note=f"{interval}{before}")
 
 
-def health_fact(verdicts: Sequence[Verdict]) -> Fact:
+def health_fact(verdicts: Sequence[RuleVerdict]) -> Fact:
     broken = [verdict.name for verdict in verdicts if verdict.state == "broken"]
     past = sum(verdict.state == "was broken" for verdict in verdicts)
     well = sum(verdict.state == "well" for verdict in verdicts)
@@ -124,11 +121,11 @@ def health_fact(verdicts: Sequence[Verdict]) -> Fact:
 
 def agreement_fact(run: Run) -> Fact | None:
     """Returns how far engine and trainer were apart: the mean over all steps, and the largest of all tokens."""
-    means = [value for row in run.metrics if (value := number(row, Metric.SAMPLER_DELTA_MEAN)) is not None]
+    mean = mean_of(number(row, Metric.SAMPLER_DELTA_MEAN) for row in run.metrics)
     largest = [value for row in run.metrics if (value := number(row, Metric.SAMPLER_DELTA_MAX)) is not None]
-    if not means or not largest:
+    if mean is None or not largest:
         return None
-    mean, note = sum(means) / len(means), f"mean of a token; largest {max(largest):.1e}"
+    note = f"mean of a token; largest {max(largest):.1e}"
     return Fact(label="Engine and trainer differ by", value=f"{mean:.1e} nats", note=note)
 
 
@@ -158,32 +155,17 @@ def ending_of(run: Run, seconds: float, next_command: str) -> list[str]:
     step, steps = len(run.metrics), run.recipe.run.steps
     state = "done" if step >= steps else "stopped"
     lines = [f"{state}: {step} of {steps} steps, {as_clock(seconds)} since the command; {run.path}"]
-    first, last = rewards_of(run)
+    first, last = tenths_of(run)
     if first is not None and last is not None:
         of = "step" if step < 20 else f"{step // 10} steps"
         lines.append(f"reward: {first:.3f} in the first {of}, {last:.3f} in the last {of}")
-    return [*lines, *evaluation_lines(run), *checkpoint_lines(run), f"next: {next_command}"]
-
-
-def evaluation_lines(run: Run) -> list[str]:
-    """Returns the line of the first, the best and the last evaluation; none if nothing was evaluated."""
+    best = Best(run.evaluations).step
     found = {record[Metric.STEP]: number(record, Metric.EVAL_REWARD_MEAN) for record in run.evaluations}
-    known = {step: reward for step, reward in found.items() if reward is not None}
-    if not known:
-        return []
-    best = Best(run.evaluations).step
-    named = dict.fromkeys(step for step in (min(known), best, max(known)) if step is not None)
-    words = [f"{known[step]:.3f} {'after' if step else 'before'} step {step or 1}{' (best)' * (step == best)}" for step in named]
-    return [f"evaluation: {', '.join(words)}"]
-
-
-def checkpoint_lines(run: Run) -> list[str]:
-    """Returns the line of the checkpoint with the best evaluation, or else of the newest; none if there is none."""
-    folder = CheckpointFolder(run.path / "checkpoints")
-    steps = list(folder.steps())
-    if not steps:
-        return []
-    best = Best(run.evaluations).step
-    if best is not None and best in steps:
-        return [f"best checkpoint: {folder.path(best)}"]
-    return [f"newest checkpoint: {folder.path(max(steps))}"]
+    if known := {step: reward for step, reward in found.items() if reward is not None}:
+        named = dict.fromkeys(step for step in (min(known), best, max(known)) if step is not None)
+        at = [f"{known[step]:.3f} {'after' if step else 'before'} step {step or 1}{' (best)' * (step == best)}" for step in named]
+        lines.append(f"evaluation: {', '.join(at)}")
+    if checkpoints := CheckpointFolder(run.path / "checkpoints").steps():
+        newest = f"newest checkpoint: {checkpoints[max(checkpoints)]}"
+        lines.append(f"best checkpoint: {checkpoints[best]}" if best in checkpoints else newest)
+    return [*lines, f"next: {next_command}"]

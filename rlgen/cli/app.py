@@ -1,5 +1,5 @@
 """Declares the commands and their options, and turns errors into messages and exit codes. Heavy modules are imported inside the
-commands.
+commands. Commands whose modules are light have their options there.
 """
 
 import atexit
@@ -12,9 +12,14 @@ from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
 import typer
+from typer import Argument, Option
 
 import rlgen
-from rlgen.cli.groups import AsJson, CheckpointStep, Overrides, RecipePath, RunPath, checkpoints, recipes, rewards
+from rlgen.cli.checkpoints import checkpoints
+from rlgen.cli.docs import docs_command
+from rlgen.cli.env import env_command
+from rlgen.cli.export import export_command
+from rlgen.cli.groups import AsJson, CheckpointStep, Overrides, RecipePath, RunPath, recipes, rewards
 from rlgen.cli.guesses import understood
 from rlgen.cli.output import echo, prepare
 from rlgen.errors import RecipeError, RlgenError, Stopped, UsageError, redacted
@@ -42,51 +47,47 @@ def version(value: bool) -> None:
 
 @app.callback()
 def options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
-    show_version: Annotated[bool, typer.Option("--version", help="Print the version.", callback=version, is_eager=True)] = False,
+    debug: Annotated[bool, Option("--debug", help="Show tracebacks of errors.")] = False,
+    show_version: Annotated[bool, Option("--version", help="Print the version.", callback=version, is_eager=True)] = False,
 ) -> None:
     # `run_command` reads the variable, outside of Typer's call.
     os.environ["RLGEN_DEBUG"] = "1" if debug else os.environ.get("RLGEN_DEBUG", "")
 
 
-@app.command(epilog="Example: rlgen init mine && cd mine && rlgen train recipe.yaml")
-def init(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; new, or empty.")],
-) -> None:
+@app.command("init", epilog="Example: rlgen init mine && cd mine && rlgen train recipe.yaml")
+def call_init(folder: Annotated[Path, Argument(metavar="DIR", help="Folder to write; new, or empty.")]) -> None:
     """Write a folder to start from. Recipe with comments, rewards with their test, data; it trains as it is, on a CPU."""
     from rlgen.cli.inspect import init_command
 
     init_command(folder)
 
 
-@app.command(epilog="Example: rlgen train recipe.yaml --set optim.learning_rate=1e-5")
-def train(
+@app.command("train", epilog="Example: rlgen train recipe.yaml --set optim.learning_rate=1e-5")
+def call_train(
     recipe: RecipePath,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last good checkpoint of this run.")] = False,
+    resume: Annotated[bool, Option("--resume", help="Go on from the last good checkpoint of this run.")] = False,
     resume_step: Annotated[
-        int | None, typer.Option(min=1, metavar="STEP", help="Go on from the checkpoint of this step; later ones are set aside.")
+        int | None, Option(min=1, metavar="STEP", help="Go on from the checkpoint of this step; later ones are set aside.")
     ] = None,
     allow_changed_rewards: Annotated[
-        bool,
-        typer.Option("--allow-changed-rewards", help="Go on although the code of a reward, a tool or an environment was edited."),
+        bool, Option("--allow-changed-rewards", help="Go on although the code of a reward, a tool or an environment was edited.")
     ] = False,
     clean: Annotated[
-        bool, typer.Option("--clean", help="Delete what an earlier run left in the run directory, and start anew.")
+        bool, Option("--clean", help="Delete what an earlier run left in the run directory, and start anew.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the resolved recipe and stop.")] = False,
-    max_steps: Annotated[int | None, typer.Option(help="Same as --set run.steps=N.")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Run directory instead of run.dir/run.name.")] = None,
-    probe_max: Annotated[bool, typer.Option("--probe-max", help="Same as --set run.probe_max=true.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Write the resolved recipe and stop.")] = False,
+    max_steps: Annotated[int | None, Option(help="Same as --set run.steps=N.")] = None,
+    run_dir: Annotated[Path | None, Option(help="Run directory instead of run.dir/run.name.")] = None,
+    probe_max: Annotated[bool, Option("--probe-max", help="Same as --set run.probe_max=true.")] = False,
     progress: Annotated[
         Literal["auto", "live", "plain", "json"],
-        typer.Option(help="A live view, plain lines, or a JSON object for each step; auto: live on a terminal, plain elsewhere."),
+        Option(help="A live view, plain lines, or a JSON object for each step; auto: live on a terminal, plain elsewhere."),
     ] = "auto",
     prove_resume: Annotated[
         bool,
-        typer.Option(
-            "--prove-resume",
-            help="Train a few steps, kill, resume and compare, in a folder of its own; the run stays untouched.",
+        Option(
+            "--prove-resume", help="Train a few steps, kill, resume and compare, in a folder of its own; the run stays untouched."
         ),
     ] = False,
 ) -> None:
@@ -106,14 +107,12 @@ def train(
     train_command(recipe, overrides, resume, dry_run, max_steps, run_dir, resume_step, allow_changed_rewards, clean, progress)
 
 
-@app.command(epilog="Example: rlgen doctor recipe.yaml")
-def doctor(
+@app.command("doctor", epilog="Example: rlgen doctor recipe.yaml")
+def call_doctor(
     recipe: RecipePath,
     overrides: Overrides = None,
     as_json: AsJson = False,
-    store_baseline: Annotated[
-        bool, typer.Option("--store-baseline", help="Store the numbers; later calls compare with them.")
-    ] = False,
+    store_baseline: Annotated[bool, Option("--store-baseline", help="Store the numbers; later calls compare with them.")] = False,
 ) -> None:
     """Check that trainer and engine agree, rung by rung; name what is wrong. Trains nothing."""
     from rlgen.cli.doctor import doctor_command
@@ -121,12 +120,12 @@ def doctor(
     doctor_command(recipe, overrides or [], as_json, store_baseline)
 
 
-@app.command(epilog="Example: rlgen serve recipe.yaml --port 8000")
-def serve(
+@app.command("serve", epilog="Example: rlgen serve recipe.yaml --port 8000")
+def call_serve(
     recipe: RecipePath,
     overrides: Overrides = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port; 0 takes a free one. Default: 8000.")] = None,
+    host: Annotated[str | None, Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
+    port: Annotated[int | None, Option(min=0, max=65535, help="Port; 0 takes a free one. Default: 8000.")] = None,
 ) -> None:
     """Start a vLLM server for a recipe's model; training then connects to it. Ctrl-C stops it."""
     from rlgen.cli.serve import serve_command
@@ -135,15 +134,14 @@ def serve(
 
 
 @app.command("eval", epilog="Example: rlgen eval runs/mine recipe.yaml --step best --set eval.group_size=8")
-def evaluate(
+def call_eval(
     model: Annotated[
-        Path,
-        typer.Argument(metavar="MODEL_OR_RUN", help="A folder, hub id or tiny:NAME; a run, by directory or name; a checkpoint."),
+        Path, Argument(metavar="MODEL_OR_RUN", help="A folder, hub id or tiny:NAME; a run, by directory or name; a checkpoint.")
     ],
     recipe: RecipePath,
     overrides: Overrides = None,
     step: CheckpointStep = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the samples, as Parquet.")] = None,
+    out: Annotated[Path | None, Option(help="Folder for the samples, as Parquet.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Evaluate a model. It answers the prompts of the recipe's section `eval`; means are printed with their intervals."""
@@ -152,11 +150,11 @@ def evaluate(
     eval_command(model, recipe, overrides or [], step, out, as_json)
 
 
-@app.command(epilog="Example: rlgen status mine")
-def status(
+@app.command("status", epilog="Example: rlgen status mine")
+def call_status(
     run: RunPath,
     as_json: AsJson = False,
-    follow: Annotated[bool, typer.Option("--follow", help="Print each new step until the run ends.")] = False,
+    follow: Annotated[bool, Option("--follow", help="Print each new step until the run ends.")] = False,
 ) -> None:
     """Say how a run stands or how it ended; it works for killed runs too."""
     from rlgen.cli.status import status_command
@@ -164,9 +162,9 @@ def status(
     status_command(run, as_json, follow)
 
 
-@app.command(epilog="Example: rlgen runs")
-def runs(
-    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="The folder that holds the runs.")] = Path("runs"),
+@app.command("runs", epilog="Example: rlgen runs")
+def call_runs(
+    folder: Annotated[Path, Argument(metavar="[FOLDER]", help="The folder that holds the runs.")] = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
     """List the runs of a folder: state, step, reward, evaluation, age."""
@@ -175,27 +173,27 @@ def runs(
     runs_command(folder, as_json)
 
 
-@app.command(epilog="Example: rlgen rollouts mine --step last --reward-below 0.1 --sort -length")
-def rollouts(
+@app.command("rollouts", epilog="Example: rlgen rollouts mine --step last --reward-below 0.1 --sort -length")
+def call_rollouts(
     run: RunPath,
-    step: Annotated[str | None, typer.Option(metavar="RANGE", help="Only these steps: 12, 10:20, 10:, :20 or last.")] = None,
-    reward_below: Annotated[float | None, typer.Option(metavar="X", help="Only rewards below X.")] = None,
-    reward_above: Annotated[float | None, typer.Option(metavar="X", help="Only rewards above X.")] = None,
+    step: Annotated[str | None, Option(metavar="RANGE", help="Only these steps: 12, 10:20, 10:, :20 or last.")] = None,
+    reward_below: Annotated[float | None, Option(metavar="X", help="Only rewards below X.")] = None,
+    reward_above: Annotated[float | None, Option(metavar="X", help="Only rewards above X.")] = None,
     length: Annotated[
-        str | None, typer.Option(metavar="RANGE", help="Only completions of so many tokens: 12, 10:20, 10: or :20.")
+        str | None, Option(metavar="RANGE", help="Only completions of so many tokens: 12, 10:20, 10: or :20.")
     ] = None,
     finish: Annotated[
-        Literal["stop", "length"] | None, typer.Option(help="Only completions that ended by a stop token, or by the limit.")
+        Literal["stop", "length"] | None, Option(help="Only completions that ended by a stop token, or by the limit.")
     ] = None,
     text: Annotated[
-        str | None, typer.Option(help="Only rollouts with this text in prompt or completion; case does not matter.")
+        str | None, Option(help="Only rollouts with this text in prompt or completion; case does not matter.")
     ] = None,
     sort: Annotated[
-        str, typer.Option(help="step, reward, advantage, length, or gap of engine and trainer; -reward: highest first.")
+        str, Option(help="step, reward, advantage, length, or gap of engine and trainer; -reward: highest first.")
     ] = "step",
-    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Rollouts per page.")] = 10,
-    page: Annotated[int, typer.Option(min=1, help="Page to show.")] = 1,
-    full: Annotated[bool, typer.Option("--full", help="Show long texts whole.")] = False,
+    limit: Annotated[int, Option(min=1, max=10_000, help="Rollouts per page.")] = 10,
+    page: Annotated[int, Option(min=1, help="Page to show.")] = 1,
+    full: Annotated[bool, Option("--full", help="Show long texts whole.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Read the samples of a run. Prompts, completions and rewards, filtered and sorted."""
@@ -215,15 +213,13 @@ def rollouts(
     rollouts_command(run, query, limit, page, full, as_json)
 
 
-@app.command(epilog="Example: rlgen report mine")
-def report(
+@app.command("report", epilog="Example: rlgen report mine")
+def call_report(
     run: RunPath,
-    out: Annotated[Path | None, typer.Option(help="File to write instead of report.html in the run's directory.")] = None,
-    png: Annotated[
-        bool, typer.Option("--png", help="Also draw the curves into report.png, for slides; needs rlgen[report].")
-    ] = False,
+    out: Annotated[Path | None, Option(help="File to write instead of report.html in the run's directory.")] = None,
+    png: Annotated[bool, Option("--png", help="Also draw the curves into report.png, for slides; needs rlgen[report].")] = False,
     rollouts: Annotated[
-        int, typer.Option(min=0, help="Most rollouts in the report; of a longer run, every n-th step is kept.")
+        int, Option(min=0, help="Most rollouts in the report; of a longer run, every n-th step is kept.")
     ] = 10_000,
     as_json: AsJson = False,
 ) -> None:
@@ -233,20 +229,16 @@ def report(
     report_command(run, out, png, rollouts, as_json)
 
 
-@app.command(epilog="Example: rlgen compare grpo-0 grpo-1 rloo-0 rloo-1 --by tokens --html")
-def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories, or names of runs in runs/.")],
+@app.command("compare", epilog="Example: rlgen compare grpo-0 grpo-1 rloo-0 rloo-1 --by tokens --html")
+def call_compare(
+    runs: Annotated[list[Path], Argument(metavar="RUN", help="Run directories, or names of runs in runs/.")],
     metric: Annotated[
-        str, typer.Option(metavar="NAME", help="Metric of the verdict; rlgen docs metrics lists them.")
+        str, Option(metavar="NAME", help="Metric of the verdict; rlgen docs metrics lists them.")
     ] = Metric.REWARD_MEAN.value,
-    by: Annotated[Literal["step", "tokens", "time"], typer.Option(help="What the curves are aligned by.")] = "step",
-    html: Annotated[
-        bool, typer.Option("--html", help="Also write all curves into compare.html, which needs no network.")
-    ] = False,
-    png: Annotated[
-        bool, typer.Option("--png", help="Also draw the curves into compare.png, for slides; needs rlgen[report].")
-    ] = False,
-    out: Annotated[Path, typer.Option(help="The HTML file; the PNG is beside it.")] = Path("compare.html"),
+    by: Annotated[Literal["step", "tokens", "time"], Option(help="What the curves are aligned by.")] = "step",
+    html: Annotated[bool, Option("--html", help="Also write all curves into compare.html, which needs no network.")] = False,
+    png: Annotated[bool, Option("--png", help="Also draw the curves into compare.png, for slides; needs rlgen[report].")] = False,
+    out: Annotated[Path, Option(help="The HTML file; the PNG is beside it.")] = Path("compare.html"),
     as_json: AsJson = False,
 ) -> None:
     """Compare runs. Recipes, curves, and whether a metric differs; runs that differ only in the seed are grouped."""
@@ -255,13 +247,13 @@ def compare(
     compare_command(runs, metric, by, html, png, out, as_json)
 
 
-@app.command(epilog="Example: rlgen replay mine --step 17 --set trainer.beta=0.05")
-def replay(
+@app.command("replay", epilog="Example: rlgen replay mine --step 17 --set trainer.beta=0.05")
+def call_replay(
     run: RunPath,
-    step: Annotated[int, typer.Option(min=1, help="The step to compute again.")],
+    step: Annotated[int, Option(min=1, help="The step to compute again.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--set",
             metavar="section.key=value",
             help="Also compute the step with this value of trainer.* or optim.*; repeatable.",
@@ -275,34 +267,15 @@ def replay(
     replay_command(run, step, overrides or [], as_json)
 
 
-@app.command(epilog="Example: rlgen export mine --step best --out mine-model --push-to-hub me/mine")
-def export(
-    source: Annotated[
-        Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run's directory, its name in runs/, or one of its checkpoints.")
-    ],
-    out: Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist.")],
-    step: CheckpointStep = None,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Dtype of the written weights.")] = "float32",
-    push_to_hub: Annotated[
-        str | None,
-        typer.Option(metavar="REPO", help="Also send it to this repository of the hub, such as me/mine; a new one is private."),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Write a checkpoint as a model that transformers and vLLM open. Adapters are merged, the model is reloaded and compared, and
-    a model card says how it was trained.
-    """
-    from rlgen.cli.export import export_command
-
-    export_command(source, out, step, dtype, as_json, push_to_hub)
+app.command("export", epilog="Example: rlgen export mine --step best --out mine-model --push-to-hub me/mine")(export_command)
 
 
-@app.command(epilog="Example: rlgen estimate recipe.yaml --gpu-gib 80")
-def estimate(
+@app.command("estimate", epilog="Example: rlgen estimate recipe.yaml --gpu-gib 80")
+def call_estimate(
     recipe: RecipePath,
     overrides: Overrides = None,
     gpu_gib: Annotated[
-        float | None, typer.Option(min=0.1, help="Memory of the GPU in GiB. Default: that of this machine's GPU.")
+        float | None, Option(min=0.1, help="Memory of the GPU in GiB. Default: that of this machine's GPU.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -312,13 +285,13 @@ def estimate(
     estimate_command(recipe, overrides or [], gpu_gib, as_json)
 
 
-@app.command(epilog="Example: rlgen validate recipe.yaml --data 3")
-def validate(
+@app.command("validate", epilog="Example: rlgen validate recipe.yaml --data 3")
+def call_validate(
     recipe: RecipePath,
     overrides: Overrides = None,
     as_json: AsJson = False,
     data: Annotated[
-        int, typer.Option("--data", min=0, max=1000, metavar="N", help="Prompts to show; 0: open neither model nor data.")
+        int, Option("--data", min=0, max=1000, metavar="N", help="Prompts to show; 0: open neither model nor data.")
     ] = 2,
 ) -> None:
     """Check a recipe without running it: keys, values, rules, files, rewards; show the first prompts. Loads no weights."""
@@ -327,11 +300,11 @@ def validate(
     validate_command(recipe, overrides or [], as_json, data)
 
 
-@app.command(epilog="Example: rlgen show recipe.yaml | less")
-def show(
+@app.command("show", epilog="Example: rlgen show recipe.yaml | less")
+def call_show(
     recipe: RecipePath,
     overrides: Overrides = None,
-    resolved: Annotated[bool, typer.Option("--resolved", help="Print the resolved recipe as YAML.")] = False,
+    resolved: Annotated[bool, Option("--resolved", help="Print the resolved recipe as YAML.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show every value of a recipe, where it comes from and what it does."""
@@ -340,10 +313,8 @@ def show(
     show_command(recipe, overrides or [], resolved, as_json)
 
 
-@app.command(epilog="Example: rlgen schema --out recipe.schema.json")
-def schema(
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="File to write instead of printing.")] = None,
-) -> None:
+@app.command("schema", epilog="Example: rlgen schema --out recipe.schema.json")
+def call_schema(out: Annotated[Path | None, Option(metavar="FILE", help="File to write instead of printing.")] = None) -> None:
     """Print the JSON Schema of recipes. Editors complete keys and mark mistakes if this is a recipe's first line:
 
     # yaml-language-server: $schema=recipe.schema.json
@@ -353,25 +324,8 @@ def schema(
     schema_command(out)
 
 
-@app.command(epilog="Example: rlgen docs --search truncated")
-def docs(
-    page: Annotated[str | None, typer.Argument(help="Name of a page; without it, the pages are listed.")] = None,
-    search: Annotated[
-        str | None, typer.Option("--search", metavar="WORD", help="List the lines that contain WORD, of PAGE or of all pages.")
-    ] = None,
-) -> None:
-    """Print a page of the documentation, or list the pages."""
-    from rlgen.cli.docs import docs_command
-
-    docs_command(page, search)
-
-
-@app.command(epilog="Example: rlgen env > env.txt")
-def env(as_json: AsJson = False) -> None:
-    """Print what a bug report needs. Versions, machine and environment variables, without secrets."""
-    from rlgen.cli.env import env_command
-
-    env_command(as_json)
+app.command("docs", epilog="Example: rlgen docs --search truncated")(docs_command)
+app.command("env", epilog="Example: rlgen env > env.txt")(env_command)
 
 
 def main() -> None:
@@ -416,15 +370,15 @@ def leave(code: int) -> NoReturn:
 
     Output that cannot be written, such as to a closed pipe, is not an error.
     """
-    flush()
+    flush_streams()
     with suppress(KeyboardInterrupt):
         threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
     atexit._run_exitfuncs()
-    flush()
+    flush_streams()
     os._exit(code)
 
 
-def flush() -> None:
+def flush_streams() -> None:
     """Flushes standard output and standard error. A stream that cannot be written is discarded."""
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -4,8 +4,11 @@ import json
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from typer import Option
+
+from rlgen.cli.groups import AsJson, RunPath, commands
 from rlgen.cli.output import echo
 from rlgen.errors import CheckpointError, DamagedCheckpoint, UsageError
 from rlgen.run.checkpoint_folder import CheckpointFolder
@@ -13,27 +16,32 @@ from rlgen.run.directory import RunDirectory, pinned_step
 from rlgen.run.find import find_run
 from rlgen.run.manifest import check_files
 
-
-def list_command(name: Path, as_json: bool) -> None:
-    """Lists the checkpoints by names and sizes of their files."""
-    run = find_run(name)
-    say(run, [look(run, path, hashes=False) for path in entries(run)], as_json)
+checkpoints = commands("What a run has saved.", "rlgen checkpoints list mine")
 
 
-def verify_command(name: Path, step: int | None, as_json: bool) -> None:
-    """Reads every byte of the checkpoints, compares checksums, and checks that all numbers are finite.
+@checkpoints.command("list", epilog="Example: rlgen checkpoints list mine")
+def list_command(run: RunPath, as_json: AsJson = False) -> None:
+    """List the checkpoints of a run by name and size of their files; `verify` reads them."""
+    run = find_run(run)
+    print_rows(run, [row_of(run, path, hashes=False) for path in entries(run)], as_json)
 
-    Raises:
-        CheckpointError: a checkpoint is damaged, or there is none. Raised after all have been read.
-    """
-    run = find_run(name)
+
+@checkpoints.command("verify", epilog="Example: rlgen checkpoints verify mine --step 40")
+def verify_command(
+    run: RunPath,
+    step: Annotated[int | None, Option(help="Step of one checkpoint. Default: all checkpoints.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read every byte of a run's checkpoints and compare it with what was written; exit 8 if one is damaged."""
+    # All numbers must be finite, too. CheckpointError is raised after all have been read.
+    run = find_run(run)
     found = entries(run)
     if step is not None:
         found = [path for path in found if path == CheckpointFolder(run / "checkpoints").path(step)]
         if not found:
             raise UsageError(f"--step: {run} has no checkpoint of step {step}; `rlgen checkpoints list {run}` shows them")
-    rows = [look(run, path, hashes=True) for path in found]
-    say(run, rows, as_json)
+    rows = [row_of(run, path, hashes=True) for path in found]
+    print_rows(run, rows, as_json)
     # Checkpoints that were set aside are listed, but are no error: no run resumes from them.
     if wrong := [str(row["problem"]) for row in rows if row["problem"] and not row["set_aside"]]:
         raise CheckpointError("; ".join(wrong))
@@ -41,33 +49,31 @@ def verify_command(name: Path, step: int | None, as_json: bool) -> None:
         raise CheckpointError(f"{run} has no checkpoint")
 
 
-def prune_command(name: Path, keep: int, as_json: bool) -> None:
-    """Deletes all checkpoints but the `keep` newest good ones and the best by evaluation, and everything that was set aside.
-
-    Raises:
-        CheckpointError: no checkpoint is good; nothing is deleted.
-    """
-    run = find_run(name)
+@checkpoints.command("prune", epilog="Example: rlgen checkpoints prune mine --keep 2")
+def prune_command(
+    run: RunPath, keep: Annotated[int, Option(min=1, help="Newest good checkpoints to keep.")] = 1, as_json: AsJson = False
+) -> None:
+    """Delete old checkpoints and those that were set aside. The newest good ones and the best by evaluation stay."""
+    run = find_run(run)
     folder = CheckpointFolder(run / "checkpoints")
     entries(run)  # raises UsageError if there are none
     with closing(RunDirectory.reopen(run)):
-        good = [path for path in folder.steps().values() if not look(run, path, hashes=True)["problem"]]
+        good = [path for path in folder.steps().values() if not row_of(run, path, hashes=True)["problem"]]
         if not good:
             raise CheckpointError(f"{run} has no good checkpoint; nothing was deleted")
         pinned = pinned_step(run)
         kept = [path for path in good if path in good[-keep:] or (pinned is not None and path == folder.path(pinned))]
         doomed = [path for path in folder.steps().values() if path not in kept]
         gone = [*doomed, *folder.aside(), *folder.leftovers()]
-        freed = sum(size_of(path) for path in gone)
+        freed = sum(map(bytes_in, gone))
         for path in [*doomed, *folder.aside()]:
             folder.remove(path)
         folder.sweep()
     names = [path.name for path in kept]
-    report = {"kept": names, "removed": [str(path) for path in gone], "freed_bytes": freed}
     if as_json:
-        echo(json.dumps(report, indent=2))
-        return
-    echo(f"kept {', '.join(names)}; removed {len(gone)}, {mebibytes(freed)} freed")
+        echo(json.dumps({"kept": names, "removed": [str(path) for path in gone], "freed_bytes": freed}, indent=2))
+    else:
+        echo(f"kept {', '.join(names)}; removed {len(gone)}, {mebibytes(freed)} freed")
 
 
 def entries(run: Path) -> list[Path]:
@@ -78,13 +84,13 @@ def entries(run: Path) -> list[Path]:
     return [*folder.steps().values(), *folder.aside()]
 
 
-def look(run: Path, path: Path, hashes: bool) -> dict[str, Any]:
+def row_of(run: Path, path: Path, hashes: bool) -> dict[str, Any]:
     """Returns one row of the list. `problem` says what is wrong; None: no check failed. With `hashes`, imports torch."""
     step, aside = int(path.name.removeprefix("step_").partition(".")[0]), path.parent.name == "set_aside"
     row: dict[str, Any] = {
         "step": step,
         "path": str(path),
-        "bytes": size_of(path),
+        "bytes": bytes_in(path),
         "time": None,
         "complete": False,
         "verified": None,
@@ -93,8 +99,7 @@ def look(run: Path, path: Path, hashes: bool) -> dict[str, Any]:
         "problem": None,
     }
     try:
-        manifest = check_files(path, hashes=False)
-        row |= {"complete": True, "time": manifest.time}
+        row |= {"time": check_files(path, hashes=False).time, "complete": True}
         if hashes:
             from rlgen.models.weights import non_finite
             from rlgen.run.state import stored_tensors
@@ -109,7 +114,7 @@ def look(run: Path, path: Path, hashes: bool) -> dict[str, Any]:
     return row
 
 
-def say(run: Path, rows: list[dict[str, Any]], as_json: bool) -> None:
+def print_rows(run: Path, rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         echo(json.dumps(rows, indent=2))
         return
@@ -123,7 +128,7 @@ def say(run: Path, rows: list[dict[str, Any]], as_json: bool) -> None:
         echo(f"step {row['step']:>6}  {when}  {mebibytes(row['bytes']):>12}  {aside}{state}{pinned}")
 
 
-def size_of(folder: Path) -> int:
+def bytes_in(folder: Path) -> int:
     return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
 
 

@@ -7,7 +7,6 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
 from rlgen.analysis.aligned import BAND, By, other_charts
@@ -18,8 +17,8 @@ from rlgen.analysis.plot import STYLES, plot
 from rlgen.analysis.png import chosen, write_png
 from rlgen.analysis.report import title_of, write_comparison, write_report
 from rlgen.analysis.run import Run, read_run
-from rlgen.cli.output import echo, echo_styled, page_for_terminal
-from rlgen.cli.rollouts import finite
+from rlgen.cli.output import echo, echo_styled, page_for_terminal, plain_table
+from rlgen.cli.rollouts import as_json_value
 from rlgen.cli.status import status_of
 from rlgen.errors import UsageError
 from rlgen.redact import printable, printable_json
@@ -27,11 +26,7 @@ from rlgen.run.find import find_run
 
 
 def compare_command(names: Sequence[Path], metric: str, by: By, html: bool, png: bool, out: Path, as_json: bool) -> None:
-    """Prints what differs between runs, or one JSON object with it; with `html` and `png` also writes these files.
-
-    Args:
-        out: the HTML file; the PNG file is beside it, with its own suffix.
-    """
+    """Prints what differs between runs, or one JSON object. Writes the HTML file `out`, and the PNG file beside it, if asked."""
     runs = runs_of(names)
     comparison = compare(runs, metric, by)
     charts = [comparison.chart, *other_charts(comparison.groups, by)] if html or png else []
@@ -41,9 +36,9 @@ def compare_command(names: Sequence[Path], metric: str, by: By, html: bool, png:
     if html:
         write_comparison(comparison, charts, by, out)
     if as_json:
-        echo(printable_json(json.dumps(finite({**as_object(comparison, by), **files}))), exact=True)
+        echo(printable_json(json.dumps(as_json_value({**comparison_object(comparison, by), **files}))), exact=True)
         return
-    show(comparison, by)
+    print_comparison(comparison, by)
     for file in filter(None, files.values()):
         echo(f"{file} written")
 
@@ -60,27 +55,16 @@ def runs_of(names: Sequence[Path]) -> list[Run]:
     return [replace(read_run(path), status=status_of(path)) for path in paths]
 
 
-def as_object(comparison: Comparison, by: By) -> dict[str, Any]:
+def comparison_object(comparison: Comparison, by: By) -> dict[str, Any]:
     """Returns what `--json` prints. Runs are keyed by their names, which are unique."""
     names = comparison.names
     letters = {run: group.letter for group in comparison.groups for run in group.runs}
     return {
         "metric": comparison.metric,
         "by": by,
-        "runs": {
-            name: {
-                "path": str(run.path),
-                "group": letters[run],
-                "seed": run.recipe.run.seed,
-                "state": run.status["state"],
-                "steps": len(run.metrics),
-            }
-            for run, name in names.items()
-        },
-        "groups": {group.letter: bounds(comparison.ends[group.letter]) for group in comparison.groups},
-        "differences": {
-            key: {names[run]: value for run, value in values.items()} for key, values in comparison.differences.items()
-        },
+        "runs": {name: run_object(run, letters[run]) for run, name in names.items()},
+        "groups": {letter: bounds(end) for letter, end in comparison.ends.items()},
+        "differences": {key: {names[run]: value for run, value in of.items()} for key, of in comparison.differences.items()},
         "curves": {
             "x": comparison.chart.x,
             "lines": {line.label: {"mean": line.values, "low": line.low, "high": line.high} for line in comparison.chart.lines},
@@ -88,6 +72,11 @@ def as_object(comparison: Comparison, by: By) -> dict[str, Any]:
         "verdicts": [verdict_object(verdict) for verdict in comparison.verdicts],
         "notes": comparison.notes,
     }
+
+
+def run_object(run: Run, letter: str) -> dict[str, Any]:
+    state, steps = run.status["state"], len(run.metrics)
+    return {"path": str(run.path), "group": letter, "seed": run.recipe.run.seed, "state": state, "steps": steps}
 
 
 def bounds(value: Interval | float | None) -> dict[str, float | None]:
@@ -113,15 +102,15 @@ def verdict_object(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def show(comparison: Comparison, by: By) -> None:
+def print_comparison(comparison: Comparison, by: By) -> None:
     page = page_for_terminal(whole_lines=False)
     letters = {group.letter: style for group, style in zip(comparison.groups, cycle(STYLES), strict=False)}
-    runs = table(["", "runs", "seeds", "steps", f"{comparison.metric}, last quarter"])
+    runs = plain_table(["", "runs", "seeds", "steps", f"{comparison.metric}, last quarter"])
     for group in comparison.groups:
         runs.add_row(Text(group.letter, style=f"bold {letters[group.letter]}"), *cells(comparison.row_of(group)))
     page.print(runs)
     page.print(Text("\nDifferences of the recipes", style="bold"))
-    recipes = table(["key", *letters])
+    recipes = plain_table(["key", *letters])
     for row in comparison.differing:
         recipes.add_row(*cells(row))
     page.print(recipes if comparison.differing else Text("The recipes are the same."))
@@ -139,14 +128,6 @@ def show(comparison: Comparison, by: By) -> None:
     echo_styled(page)
 
 
-def table(heads: Sequence[str]) -> Table:
-    """Returns a table without lines, whose cells are folded where they do not fit."""
-    made = Table(box=None, pad_edge=False, header_style="dim")
-    for head in heads:
-        made.add_column(Text(printable(head)), overflow="fold")
-    return made
-
-
 def cells(texts: Sequence[str]) -> list[Text]:
     """Returns texts that others wrote as cells: literally, without markup or control characters."""
     return [Text(printable(text)) for text in texts]
@@ -159,11 +140,11 @@ def report_command(name: Path, out: Path | None, png: bool, rollouts: int, as_js
     if png:  # first: it fails without matplotlib, before anything is written
         write_png(path.with_suffix(".png"), run.name, chosen(charts_of(run)))
     packed = write_report(run, path, rollouts)
-    size = path.stat().st_size
+    size, drawn = path.stat().st_size, str(path.with_suffix(".png")) if png else None
     if as_json:
         shown = {
             "report": str(path),
-            "png": str(path.with_suffix(".png")) if png else None,
+            "png": drawn,
             "bytes": size,
             "rollouts": packed["count"],
             "rollouts_of_run": packed["total"],
@@ -173,5 +154,5 @@ def report_command(name: Path, out: Path | None, png: bool, rollouts: int, as_js
     part = "" if packed["count"] == packed["total"] else f" of {packed['total']:,}"
     held = f"{len(run.metrics)} steps, {packed['count']:,}{part} rollouts, {size / 2**20:.1f} MiB"
     echo(f"{path} written: {held}; open it in a browser")
-    if png:
-        echo(f"{path.with_suffix('.png')} written")
+    if drawn:
+        echo(f"{drawn} written")

@@ -5,6 +5,9 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
 
 import rlgen
 from rlgen.cli.output import echo
@@ -14,23 +17,26 @@ PAGES = Path(rlgen.__file__).parent / "docs"
 COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)  # markers of generated tables
 
 
-def docs_command(page: str | None, search: str | None = None) -> None:
-    """Lists the pages, or lines that hold a word, or prints a page: formatted in a terminal, as plain text elsewhere."""
+def docs_command(
+    page: Annotated[str | None, Argument(help="Name of a page; without it, the pages are listed.")] = None,
+    search: Annotated[
+        str | None, Option("--search", metavar="WORD", help="List the lines that contain WORD, of PAGE or of all pages.")
+    ] = None,
+) -> None:
+    """Print a page of the documentation, or list the pages."""
     if search is not None:
-        echo(found(search, page_names() if page is None else [page]))
+        echo(lines_with(search, page_names() if page is None else [page]))
         return
     if page is None:
         width = max(map(len, page_names()))
         echo("\n".join(f"{name:<{width}}  {summary(page_text(name))}" for name in page_names()))
-        return
-    text = page_text(page)
-    if not sys.stdout.isatty():
-        echo(text, nl=False, exact=True)
-        return
-    from rich.console import Console
-    from rich.markdown import Markdown
+    elif not sys.stdout.isatty():
+        echo(page_text(page), nl=False, exact=True)
+    else:
+        from rich.console import Console
+        from rich.markdown import Markdown
 
-    Console().print(Markdown(text))
+        Console().print(Markdown(page_text(page)))
 
 
 def page_names() -> list[str]:
@@ -47,7 +53,7 @@ def page_text(page: str) -> str:
     return COMMENT.sub("", (PAGES / f"{page}.md").read_text(encoding="utf-8"))
 
 
-def found(word: str, pages: Sequence[str]) -> str:
+def lines_with(word: str, pages: Sequence[str]) -> str:
     """Returns the lines of pages that hold a word, as `page: line`. Upper case does not matter."""
     lines = [(page, line.strip()) for page in pages for line in page_text(page).splitlines()]
     held = [f"{page}: {line}" for page, line in lines if word.strip().lower() in line.lower()]

@@ -24,11 +24,7 @@ WIDTH = 20  # characters of the column of names
 
 
 def doctor_command(path: Path, overrides: list[str], as_json: bool, store: bool) -> None:
-    """Prints a verdict for each check as it is done. Each process that a launcher started calls it.
-
-    Raises:
-        SentinelError: a check failed.
-    """
+    """Prints a verdict for each check, in each process that a launcher started. Raises SentinelError if a check failed."""
     launch, load = Launch.of(os.environ), partial(load_recipe, path, overrides)
     if launch.world == 1:
         recipe = load().recipe  # its mistakes are reported before torch is imported
@@ -100,12 +96,12 @@ def climbed(recipe: Recipe, logs: Path, say: Say, processes: "Processes") -> "tu
         rungs, probe = [], probe_of(both)
         for rung in climb(probe, toy_gradient(both, probe)):
             rungs.append(rung)
-            say(f"{rung.number}  {rung.name:<{WIDTH}}  {rung.verdict.upper():<14}  {numbers(rung)}".rstrip())
+            say(f"{rung.number}  {rung.name:<{WIDTH}}  {rung.verdict.upper():<14}  {measurements(rung)}".rstrip())
             say(f"   {rung.sentence}")
     return versions, rungs
 
 
-def numbers(rung: "Rung") -> str:
+def measurements(rung: "Rung") -> str:
     """Returns `mean 9.1e-06 (bound 3.1e-05), RMS 1.4e-05 (bound 4.8e-05)`; empty without a measurement."""
     names = {"mean_delta": "mean", "rms_delta": "RMS", "max_delta": "max", "relative_distance": "distance"}
     return ", ".join(f"{names[name]} {rung.measured[name]:.1e} (bound {bound:.1e})" for name, bound in rung.bounds.items())

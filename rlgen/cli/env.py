@@ -7,6 +7,7 @@ from typing import Any
 
 import psutil
 
+from rlgen.cli.groups import AsJson
 from rlgen.cli.output import echo
 from rlgen.redact import REDACTED, SECRET_VARIABLE, redacted
 from rlgen.run.provenance import hardware, software
@@ -21,17 +22,16 @@ PATIENCE = 10.0  # timeout of nvidia-smi in seconds
 GIB = 1 << 30
 
 
-def env_command(as_json: bool) -> None:
-    """Prints versions, machine and variables without secrets. Where a value cannot be found, the reason stands in its place."""
+def env_command(as_json: AsJson = False) -> None:
+    """Print what a bug report needs. Versions, machine and environment variables, without secrets."""
+    # Where a value cannot be found, the reason stands in its place.
     names = sorted(name for name in os.environ if name.upper().startswith(VARIABLES))
-    shown = {name: REDACTED if SECRET_VARIABLE.fullmatch(name) else redacted(os.environ[name]) for name in names}
-    facts = {**software(), **machine(), "variables": shown}
+    variables = {name: REDACTED if SECRET_VARIABLE.fullmatch(name) else redacted(os.environ[name]) for name in names}
+    facts = {**software(), **machine(), "variables": variables}
     if as_json:
         echo(json.dumps(facts))
         return
-    rows = {key: value for key, value in facts.items() if not isinstance(value, dict)}
-    for part in ("packages", "variables"):
-        rows |= facts[part]
+    rows = {key: value for key, value in facts.items() if not isinstance(value, dict)} | facts["packages"] | variables
     width = max(map(len, rows))
     for name, value in rows.items():
         text = ", ".join(map(str, value)) if isinstance(value, list) else value
@@ -50,9 +50,9 @@ def driver() -> str | None:
     """Returns the version of NVIDIA's driver; None if there is no driver."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
+        said = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=PATIENCE)
     except FileNotFoundError:
         return None
     except (OSError, subprocess.SubprocessError) as error:
         return f"not known: {error}"
-    return said.split("\n", 1)[0].strip() or None
+    return said.partition("\n")[0].strip() or None

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlgen.cli.output import echo
+from rlgen.cli.output import echo, plain_table
 from rlgen.cli.validate import can_open
 from rlgen.errors import SetupError
 from rlgen.recipe import Recipe, load_recipe
@@ -22,10 +22,7 @@ NO_CACHE: dict[str, Any] = {"cache_gib": None, "share": None, "tensor_parallel":
 
 
 def estimate_command(path: Path, overrides: list[str], gpu_gib: float | None, as_json: bool) -> None:
-    """Prints the table, whether it fits, and which settings to change.
-
-    The prompts' true lengths are used if tokenizer and data are on this machine.
-    """
+    """Prints the table, whether it fits, and which settings to change. Counts the prompts if they are on this machine."""
     recipe = load_recipe(path, overrides).recipe
     import torch
 
@@ -39,11 +36,11 @@ def estimate_command(path: Path, overrides: list[str], gpu_gib: float | None, as
     device = int(gpu_gib * GIB) if gpu_gib else None
     if device is None and torch.cuda.is_available():
         device = torch.cuda.mem_get_info(0)[1]
-    report = estimate(recipe, device)
-    echo(json.dumps(report, indent=2)) if as_json else show(report)
+    report = memory_report(recipe, device)
+    echo(json.dumps(report, indent=2)) if as_json else print_report(report)
 
 
-def estimate(recipe: Recipe, device: int | None) -> dict[str, Any]:
+def memory_report(recipe: Recipe, device: int | None) -> dict[str, Any]:
     """Returns the whole report. All memory is in bytes; `device` is the GPU's memory, None if not known."""
     import torch
 
@@ -53,10 +50,10 @@ def estimate(recipe: Recipe, device: int | None) -> dict[str, Any]:
     if recipe.data.columns.images is not None:
         raise SetupError("data.columns.images: `rlgen estimate` cannot count a vision tower; it takes text models only")
     config = load_config(locate(recipe.model.path), recipe.model.revision)
-    plan = plan_of(recipe, device)
+    plan, dtype = plan_of(recipe, device), getattr(torch, recipe.model.dtype)
 
     def counted(rows: int) -> "Counts":
-        return count(config, rows, plan.length, getattr(torch, recipe.model.dtype), recipe.model.attention)
+        return count(config, rows, plan.length, dtype, recipe.model.attention)
 
     counts = counted(plan.rows)
     phases = needs(counts, plan)
@@ -147,9 +144,7 @@ def cache_of(engine: EngineRecipe, device: int | None) -> "dict[str, Any]":
     }
 
 
-def show(report: dict[str, Any]) -> None:
-    from rich.table import Table
-
+def print_report(report: dict[str, Any]) -> None:
     phases: dict[str, Parts] = report["phases"]
     batch = report["micro_batch"]
     console = Terminal(quiet=False)
@@ -157,18 +152,16 @@ def show(report: dict[str, Any]) -> None:
         f"{report['model']}: {report['parameters']:,} parameters; micro-batches of {batch['rows']} rows of"
         f" {batch['tokens_a_row']} tokens; GiB " + ("on one GPU" if report["device"] else "of this machine's memory")
     )
-    table = Table("part", box=None, pad_edge=False)
-    for phase in phases:
-        table.add_column(phase, justify="right")
+    table = plain_table(["part"], list(phases))
     for part in dict.fromkeys(part for parts in phases.values() for part in parts):
         table.add_row(part, *(gib(parts[part]) if part in parts else "" for parts in phases.values()))
     table.add_section()
     table.add_row("together", *(gib(sum(parts.values())) for parts in phases.values()), style="bold")
     console.print(table)
-    console.say("\n".join(verdict(report)))
+    console.say("\n".join(conclusions(report)))
 
 
-def verdict(report: dict[str, Any]) -> list[str]:
+def conclusions(report: dict[str, Any]) -> list[str]:
     """Returns the lines under the table: the peak, whether it fits, and the settings to change."""
     most, phase, device = report["peak"]["bytes"], report["peak"]["phase"], report["device"]
     sequences = report["sequences"]

@@ -2,11 +2,12 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlgen.cli.export import find
+from rlgen.analysis.run import EDGES
+from rlgen.cli.export import find_checkpoint
 from rlgen.cli.output import echo
 from rlgen.errors import ProcessError, UsageError
 from rlgen.metrics import Family, Metric
@@ -33,7 +34,7 @@ class Target(NamedTuple):
 
 def eval_command(name: Path, path: Path, overrides: list[str], step: str | None, out: Path | None, as_json: bool) -> None:
     """Evaluates, and prints a table or one JSON object."""
-    target, found = evaluated(name, path, overrides, step, out, Terminal(quiet=as_json).say)
+    target, found = evaluate_target(name, path, overrides, step, out, Terminal(quiet=as_json).say)
     held_out = found.data.held_out
     assert held_out is not None
     if as_json:
@@ -41,14 +42,13 @@ def eval_command(name: Path, path: Path, overrides: list[str], step: str | None,
         echo(json.dumps({**facts, "trained_on_too": held_out.overlap, "metrics": found.metrics}))
         return
     echo(f"{target.adapter or target.model.path}: {len(held_out.prompts)} prompts of {held_out.rows.source}")
-    for line in table(found.metrics):
-        echo(line)
+    print_metrics(found.metrics)
 
 
-def evaluated(
+def evaluate_target(
     name: Path, path: Path, overrides: Sequence[str], step: str | None, out: Path | None, say: Callable[[str], None]
 ) -> "tuple[Target, Evaluated]":
-    """Evaluates. Returns what was evaluated, and the result."""
+    """Returns what was evaluated, and the result."""
     recipe = load_recipe(path, overrides).recipe
     if recipe.eval is None:
         raise UsageError(f"{path} has no section `eval`; add one, such as --set 'eval={{source: heldout.jsonl}}'")
@@ -70,7 +70,7 @@ def target_of(recipe: Recipe, name: Path, step: str | None) -> Target:
     """Returns what is to be evaluated: a run's checkpoint, one checkpoint, or a model. Raises UsageError if there is none."""
     place = name.expanduser()
     if holds_run(place) or holds_run(RUNS / name):
-        return checkpoint_of(recipe, find(find_run(place), step))
+        return checkpoint_of(recipe, find_checkpoint(find_run(place), step))
     if (place / NAME).is_file():
         if step is not None:
             raise UsageError(f"--step: {name} is one checkpoint; name the run to choose among several")
@@ -101,17 +101,16 @@ def whole_model(recipe: Recipe, location: str) -> ModelRecipe:
     return recipe.model.model_copy(update={"path": location, "lora": None, "quantization": None, "revision": None})
 
 
-def table(metrics: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the lines of the table: each value with its interval, if it has one."""
-    yield f"{'':<{WIDTH}}{'mean':>10}  95 % interval"
-    keys = [Metric.EVAL_REWARD_MEAN, *(key for key in Family.EVAL_PASS.keys(metrics) if not key.endswith(("_low", "_high")))]
-    keys += Family.EVAL_REWARD.keys(metrics)
-    keys += [Metric.EVAL_MEAN_TOKENS, Metric.EVAL_TRUNCATED, Metric.EVAL_DELTA_MAX]
+def print_metrics(metrics: Mapping[str, Any]) -> None:
+    """Prints a table: each value with its interval, if it has one."""
+    echo(f"{'':<{WIDTH}}{'mean':>10}  95 % interval")
+    keys = [Metric.EVAL_REWARD_MEAN, *(key for key in Family.EVAL_PASS.keys(metrics) if not key.endswith(EDGES))]
+    keys += [*Family.EVAL_REWARD.keys(metrics), Metric.EVAL_MEAN_TOKENS, Metric.EVAL_TRUNCATED, Metric.EVAL_DELTA_MAX]
     for key in keys:
-        value, low, high = (metrics.get(f"{key}{edge}") for edge in ("", "_low", "_high"))
+        value, low, high = (metrics.get(f"{key}{edge}") for edge in ("", *EDGES))
         if value is not None:
             interval = "" if low is None or high is None else f"  {low:.4g} to {high:.4g}"
-            yield f"{key.removeprefix('eval/'):<{WIDTH}}{value:>10.4g}{interval}"
+            echo(f"{key.removeprefix('eval/'):<{WIDTH}}{value:>10.4g}{interval}")
     for key in (Metric.EVAL_REWARD_UNSCORED, *Family.EVAL_FAILED.keys(metrics)):
         if metrics.get(key):
-            yield f"{key.removeprefix('eval/'):<{WIDTH}}{metrics[key]:>10}"
+            echo(f"{key.removeprefix('eval/'):<{WIDTH}}{metrics[key]:>10}")

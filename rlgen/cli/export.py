@@ -7,37 +7,46 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Annotated, Any, Literal
 
+from typer import Argument, Option
+
+from rlgen.cli.groups import AsJson, CheckpointStep
 from rlgen.cli.output import echo
 from rlgen.errors import CheckpointError, RecipeError, SetupError, UsageError
-from rlgen.files import read_json, write_text
+from rlgen.files import write_text
 from rlgen.run.checkpoint_folder import CheckpointFolder
 from rlgen.run.directory import pinned_step
 from rlgen.run.find import RUNS, find_run, holds_run
-from rlgen.run.manifest import NAME, check_files
-
-if TYPE_CHECKING:
-    from huggingface_hub import HfApi
+from rlgen.run.manifest import NAME, check_files, read_manifest
 
 ROWS, IDS, PREFIX = 4, 32, 8  # rows, ids a row, and first ids of a row without compared log-probs
 CARD = "README.md"
 
 
 def export_command(
-    source: Path, out: Path, step: str | None, dtype: Literal["float32", "bfloat16"], as_json: bool, repo: str | None = None
+    source: Annotated[
+        Path, Argument(metavar="RUN_OR_CHECKPOINT", help="A run's directory, its name in runs/, or one of its checkpoints.")
+    ],
+    out: Annotated[Path, Option("--out", help="Folder to write; it must not exist.")],
+    step: CheckpointStep = None,
+    dtype: Annotated[Literal["float32", "bfloat16"], Option(help="Dtype of the written weights.")] = "float32",
+    push_to_hub: Annotated[
+        str | None,
+        Option(metavar="REPO", help="Also send it to this repository of the hub, such as me/mine; a new one is private."),
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Writes `out` by an atomic rename: whole or not at all.
-
-    Args:
-        step: as `find` takes it.
-        repo: repository of the hub to send the written folder to, which stays if the hub does not take it; None: send nothing.
+    """Write a checkpoint as a model that transformers and vLLM open. Adapters are merged, the model is reloaded and compared, and
+    a model card says how it was trained.
     """
-    checkpoint = find(source, step)
+    # An atomic rename writes it whole or not at all; it stays if the hub does not take it.
+    checkpoint = find_checkpoint(source, step)
     out = out.expanduser().resolve()
     if out.exists():
         raise UsageError(f"--out: {out} exists already; name another folder")
-    api = None if repo is None else hub(repo)
+    if push_to_hub is not None:
+        check_repo(push_to_hub)
     check_files(checkpoint, hashes=True)
     aside = out.with_name(f".writing_{out.name}")
     # Left by an export that was killed; nothing else uses this name.
@@ -53,15 +62,15 @@ def export_command(
         shutil.rmtree(aside, ignore_errors=True)
     report = {"out": str(out), "checkpoint": str(checkpoint), "dtype": dtype, **report}
     if not as_json:
-        echo(summary(report))
-    report["pushed"] = None if api is None or repo is None else push(api, out, repo, report["step"])
+        echo(said_of(report))
+    report["pushed"] = None if push_to_hub is None else push(out, push_to_hub, report["step"])
     if as_json:
         echo(json.dumps(report))
-    elif repo is not None:
+    elif push_to_hub is not None:
         echo(f"sent to {report['pushed']}, private if it is new")
 
 
-def summary(report: dict[str, Any]) -> str:
+def said_of(report: dict[str, Any]) -> str:
     merged = "the adapter merged into its base" if report["adapter"] else "all weights"
     rounding = f"; rounding to {report['dtype']} moves them by {report['rounding_mean_delta']:.1e} on average"
     return (
@@ -80,27 +89,28 @@ def write_card(checkpoint: Path, folder: Path, dtype: str) -> str | None:
     run = checkpoint.parent.parent
     with suppress(RecipeError):  # a run of another version of rlgen; the model is complete without a card
         if holds_run(run):
-            write_text(folder / CARD, model_card(read_run(run), step_of(checkpoint), dtype))
+            write_text(folder / CARD, model_card(read_run(run), read_manifest(checkpoint).step, dtype))
             return CARD
     return None
 
 
-def hub(repo: str) -> "HfApi":
-    """Returns the client of the hub."""
-    from huggingface_hub import HfApi
+def check_repo(repo: str) -> None:
+    """Raises UsageError for what cannot be the name of a repository of the hub."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
         raise UsageError(f"--push-to-hub: {error}") from error
-    return HfApi()
 
 
-def push(api: "HfApi", folder: Path, repo: str, step: int) -> str:
+def push(folder: Path, repo: str, step: int) -> str:
     """Sends a folder to a repository of the hub, and creates it as a private one if it does not exist. Returns its URL."""
+    from huggingface_hub import HfApi
+
     from rlgen.models.load import bottom
 
+    api = HfApi()
     try:
         url = api.create_repo(repo, private=True, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message=f"Step {step}, by rlgen")
@@ -112,16 +122,9 @@ def push(api: "HfApi", folder: Path, repo: str, step: int) -> str:
     return str(url)
 
 
-def step_of(checkpoint: Path) -> int:
-    step: int = read_json(checkpoint / "state" / "state.json")["step"]
-    return step
-
-
-def find(source: Path, step: str | None) -> Path:
-    """Returns the folder of a checkpoint: `source` itself, or one in the run that `source` names.
-
-    Args:
-        step: of the run's checkpoint: a number, "best" (by evaluation) or "last"; None: the last one.
+def find_checkpoint(source: Path, step: str | None) -> Path:
+    """Returns the folder of a checkpoint: `source` itself, or one in the run that `source` names. `step` is then a number, "best"
+    (by evaluation) or "last"; None: the last one.
     """
     source = source.expanduser()
     named = not os.path.exists(source) or holds_run(RUNS / source)  # a folder of that name may be no run
@@ -133,27 +136,25 @@ def find(source: Path, step: str | None) -> Path:
     written = CheckpointFolder(source / "checkpoints").steps()
     if not written:
         raise UsageError(f"{source} is neither a checkpoint nor the directory of a run that has written one")
-    number = max(written) if step in (None, "last") else number_of(source, str(step))
+    number: int | None
+    if step is None or step == "last":
+        number = max(written)
+    elif step == "best":
+        if (number := pinned_step(source)) is None:
+            said = "no evaluation has chosen one (`eval`, `eval.best`); give a number or last"
+            raise UsageError(f"--step best: {source} has no best checkpoint: {said}")
+    elif step.isdecimal():
+        number = int(step)
+    else:
+        raise UsageError(f"--step {step}: give the number of a step, best or last")
     if number not in written:
         raise UsageError(f"--step: {source} has no checkpoint of step {number}; there are {', '.join(map(str, sorted(written)))}")
     return written[number]
 
 
-def number_of(run: Path, step: str) -> int:
-    if step.isdecimal():
-        return int(step)
-    if step != "best":
-        raise UsageError(f"--step {step}: give the number of a step, best or last")
-    if (best := pinned_step(run)) is None:
-        said = "no evaluation has chosen one (`eval`, `eval.best`); give a number or last"
-        raise UsageError(f"--step best: {run} has no best checkpoint: {said}")
-    return best
-
-
 def write(checkpoint: Path, folder: Path, dtype: Literal["float32", "bfloat16"]) -> dict[str, Any]:
-    """Writes model and tokenizer of `checkpoint` into `folder`, and compares them. Heavy imports happen here.
-
-    Three models are compared: the policy as it was trained, the model that is written, and that model opened again.
+    """Writes model and tokenizer of `checkpoint` into `folder`, and compares three models: the policy as it was trained, the
+    model that is written, and that model opened again. Heavy imports happen here.
     """
     import torch
     from safetensors import SafetensorError
@@ -166,7 +167,6 @@ def write(checkpoint: Path, folder: Path, dtype: Literal["float32", "bfloat16"])
     from rlgen.models.weights import own_tensors
 
     disable_progress_bar()
-
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     adapter = (checkpoint / CONFIG).is_file()
     try:
@@ -176,7 +176,7 @@ def write(checkpoint: Path, folder: Path, dtype: Literal["float32", "bfloat16"])
             policy = model = load_model(str(checkpoint), None, torch.float32, "sdpa", device)
         ids = likely_ids(policy)
         trained = log_probs(policy, ids)
-        gap = compare("the merged model", trained, log_probs(model, ids))
+        gap = checked_gap("the merged model", trained, log_probs(model, ids))
         # The model still computes in float32, whose noise is far smaller than the rounding.
         with torch.no_grad():
             for tensor in own_tensors(model).values():
@@ -195,12 +195,12 @@ def write(checkpoint: Path, folder: Path, dtype: Literal["float32", "bfloat16"])
         raise CheckpointError(f"the written model, opened again, has other tensors than before, among them {other[0]}")
     if other := [name for name, tensor in written.items() if not tensor.equal(found[name])]:
         raise CheckpointError(f"the written model, opened again, has other values in {other[0]} than before")
-    compare("the written model, opened again,", rounded, log_probs(again, ids))
+    checked_gap("the written model, opened again,", rounded, log_probs(again, ids))
     if load_tokenizer(str(folder), None).get_vocab() != tokenizer.get_vocab():
         raise CheckpointError("the written tokenizer, opened again, has another vocabulary")
     flush_folder(folder)
     return {
-        "step": step_of(checkpoint),
+        "step": read_manifest(checkpoint).step,
         "adapter": adapter,
         "parameters": sum(parameter.numel() for parameter in again.parameters()),
         "max_delta": gap.max_delta,
@@ -232,9 +232,8 @@ def adapted_and_merged(checkpoint: Path, device: Any) -> tuple[Any, Any]:
 
 
 def likely_ids(model: Any) -> Any:
-    """Returns [ROWS, IDS] token ids: PREFIX random ones from a fixed seed, then the most probable one at each position.
-
-    Probable tokens are compared because differences in the tails of the distribution say little.
+    """Returns [ROWS, IDS] token ids: PREFIX random ones from a fixed seed, then the most probable one at each position, because
+    differences in the tails of the distribution say little.
     """
     import torch
 
@@ -255,7 +254,7 @@ def log_probs(model: Any, ids: Any) -> Any:
     return logits.double().log_softmax(-1).gather(-1, ids[:, PREFIX:, None])[..., 0].cpu()
 
 
-def compare(what: str, expected: Any, found: Any) -> Any:
+def checked_gap(what: str, expected: Any, found: Any) -> Any:
     """Returns the gap between two tensors of log-probs. Raises CheckpointError if it is beyond rounding in float32."""
     from rlgen.sentinel.bounds import Bounds, Gap
 

@@ -4,8 +4,11 @@ import ast
 import csv
 import glob
 import json
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,14 +17,14 @@ from rlgen.recipe import LoadedRecipe, Recipe
 from rlgen.recipe.data import TASK_COLUMNS
 from rlgen.recipe.evaluation import data_of, eval_rewards
 from rlgen.recipe.judges import MODEL_REWARDS, JudgeArgs, RewardModelArgs, settings_of
-from rlgen.recipe.models import BUILT_IN_REWARDS, SEED_COLUMN
+from rlgen.recipe.models import BUILT_IN_REWARDS, SEED_COLUMN, RewardRecipe, ScoringRecipe
 from rlgen.recipe.paths import like
 from rlgen.recipe.rules import is_local_model, is_local_source
 
-HUB = "name a folder that save_pretrained wrote; a model of the hub is written as owner/name, such as Qwen/Qwen3-0.6B"
-
 if TYPE_CHECKING:
     from rlgen.worker_pool.source import FunctionFacts
+
+HUB = "name a folder that save_pretrained wrote; a model of the hub is written as owner/name, such as Qwen/Qwen3-0.6B"
 
 
 def looked_up(loaded: LoadedRecipe, imports: bool = True) -> set[str] | None:
@@ -32,16 +35,14 @@ def looked_up(loaded: LoadedRecipe, imports: bool = True) -> set[str] | None:
     columns = known_columns(loaded.recipe)
     problems = problems or [*unknown_columns(loaded, columns), *unfilled_parameters(loaded, columns)]
     if imports:
-        problems = problems or [*unusable_rewards(loaded), *unusable_tools(loaded)]
+        problems = problems or unusable_functions(loaded)
     if problems:
         raise RecipeError(problems)
     return columns
 
 
 def of_evaluation(loaded: LoadedRecipe) -> LoadedRecipe | None:
-    """Returns a recipe whose data and rewards are those of the evaluations, so that the same checks apply to them; None without
-    evaluations.
-    """
+    """Returns a recipe whose data and rewards are those of the evaluations, for the same checks; None without evaluations."""
     recipe, held = loaded.recipe, loaded.recipe.eval
     if held is None:
         return None
@@ -56,9 +57,7 @@ def of_evaluation(loaded: LoadedRecipe) -> LoadedRecipe | None:
 
 
 def missing_files(loaded: LoadedRecipe) -> list[Problem]:
-    """Returns a problem for each local file of model, data, rewards and tools that does not exist, and each function that its
-    file does not define.
-    """
+    """Returns a problem for each local file that the recipe names and is not there, and each function that its file lacks."""
     problems: list[Problem] = []
     recipe, origins = loaded.recipe, loaded.origins
     model, source = recipe.model.path, recipe.data.source
@@ -74,33 +73,48 @@ def missing_files(loaded: LoadedRecipe) -> list[Problem]:
         reason = like(template) or "it is a file with a template (Jinja); without the key the tokenizer's own is used"
         problems.append(Problem(origins["data.chat_template"], what, reason))
     problems += unusable_models(loaded)
-    functions = {f"rewards.{index}.use": reward.use for index, reward in enumerate(recipe.rewards)}
-    functions |= {f"tools.{index}.use": tool.use for index, tool in enumerate(recipe.tools)}
-    if recipe.rollout.use is not None:
-        functions["rollout.use"] = recipe.rollout.use
-    if recipe.environment is not None:
-        functions["environment.use"] = recipe.environment.use
-    for key, use in functions.items():
+    for key, use in functions_of(recipe).items():
         file, _, function = use.rpartition(":")
         if not file.endswith(".py"):
             continue
-        where = origins[key]
         try:
             tree = ast.parse(Path(file).read_text(encoding="utf-8"))
         except (OSError, SyntaxError, UnicodeDecodeError) as error:
             hint = like(file) if isinstance(error, FileNotFoundError) else None
-            problems.append(Problem(where, f"{file} cannot be read: {error}", hint))
+            problems.append(Problem(origins[key], f"{file} cannot be read: {error}", hint))
             continue
         names = [name for node in tree.body for name in defined(node)]
         if function not in names:
             close = get_close_matches(function, names, n=1)
             hint = f"did you mean `{close[0]}`?" if close else f"it defines {', '.join(names) or 'nothing'}"
-            problems.append(Problem(where, f"{file} defines no `{function}`", hint))
+            problems.append(Problem(origins[key], f"{file} defines no `{function}`", hint))
         elif key.startswith("rewards.") and (node := plain_function(tree, function)) is not None:
             raises = any(isinstance(part, ast.Raise) for part in node.body)  # a stub that raises reports itself when it is called
-            if not raises and not any(isinstance(part, ast.Return) and part.value is not None for part in ast.walk(node)):
-                problems.append(Problem(where, f"{file}: `{function}` returns nothing", "end it with `return` and the reward"))
+            if raises or any(isinstance(part, ast.Return) and part.value is not None for part in ast.walk(node)):
+                continue
+            problems.append(Problem(origins[key], f"{file}: `{function}` returns nothing", "end it with `return` and the reward"))
     return problems
+
+
+def functions_of(recipe: Recipe) -> dict[str, str]:
+    """Returns the functions and classes that a recipe names, by key: {"rewards.0.use": "rewards.py:correct", ...}"""
+    found = {f"rewards.{index}.use": reward.use for index, reward in enumerate(recipe.rewards)}
+    found |= {f"tools.{index}.use": tool.use for index, tool in enumerate(recipe.tools)}
+    if recipe.environment is not None:
+        found["environment.use"] = recipe.environment.use
+    if recipe.rollout.use is not None:
+        found["rollout.use"] = recipe.rollout.use
+    return found
+
+
+def defined(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [alias.asname or alias.name for alias in node.names]
+    if isinstance(node, ast.Assign):
+        return [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return []
 
 
 def plain_function(tree: ast.Module, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
@@ -165,50 +179,39 @@ def unknown_columns(loaded: LoadedRecipe, columns: set[str] | None) -> list[Prob
     return problems
 
 
-def unusable_rewards(loaded: LoadedRecipe) -> list[Problem]:
-    """Returns a problem for each reward that cannot be imported. Each is imported in a process of its own, as in a run."""
-    shipped = {*BUILT_IN_REWARDS, *MODEL_REWARDS}  # models are loaded by `rlgen rewards test`, and by a run
-    if all(reward.use in shipped for reward in loaded.recipe.rewards):
-        return []
-    from rlgen.rewards.load import RewardSource
-    from rlgen.worker_pool.pool import Pool, WorkerLimits
-
-    problems, scoring = [], loaded.recipe.scoring
-    limits = WorkerLimits(workers=1, memory=int(scoring.memory_gib * 2**30), import_timeout=scoring.import_timeout, concurrency=1)
-    for index, reward in enumerate(loaded.recipe.rewards):
-        if reward.use in shipped:
-            continue
-        pool = Pool([RewardSource(reward.use, reward.timeout)], limits, None)
-        try:
-            pool.facts()
-        except RewardError as error:
-            problems.append(Problem(loaded.origins[f"rewards.{index}.use"], str(error)))
-        finally:
-            pool.close()
-    return problems
-
-
-def unusable_tools(loaded: LoadedRecipe) -> list[Problem]:
-    """Returns a problem for each tool that cannot be imported or described to a model, and for an environment that cannot be
-    used; each is tried in a process of its own.
+def unusable_functions(loaded: LoadedRecipe) -> list[Problem]:
+    """Returns a problem for each reward that cannot be imported, each tool that cannot be imported or described to a model, and
+    an environment that cannot be used. Each is tried in a process of its own, as in a run.
     """
-    problems: list[Problem] = []
-    if loaded.recipe.tools:
+    recipe = loaded.recipe
+    tries: dict[str, Callable[[], object]] = {}  # by key
+    for index, reward in enumerate(recipe.rewards):
+        if reward.use not in (*BUILT_IN_REWARDS, *MODEL_REWARDS):  # models are loaded by `rlgen rewards test`, and by a run
+            tries[f"rewards.{index}.use"] = partial(import_reward, reward, recipe.scoring)
+    if recipe.tools:
         from rlgen.tools.box import schemas_of
 
-        for index, tool in enumerate(loaded.recipe.tools):
-            try:
-                schemas_of([tool], loaded.recipe.scoring)
-            except ToolError as error:
-                problems.append(Problem(loaded.origins[f"tools.{index}.use"], str(error)))
-    if loaded.recipe.environment is not None:
+        tries |= {f"tools.{index}.use": partial(schemas_of, [tool], recipe.scoring) for index, tool in enumerate(recipe.tools)}
+    if recipe.environment is not None:
         from rlgen.tools.arena import open_arena
 
+        environment = recipe.environment
+        tries["environment.use"] = lambda: open_arena(environment, recipe.scoring).close()
+    problems: list[Problem] = []
+    for key, attempt in tries.items():
         try:
-            open_arena(loaded.recipe.environment, loaded.recipe.scoring).close()
-        except ToolError as error:
-            problems.append(Problem(loaded.origins["environment.use"], str(error)))
+            attempt()
+        except (RewardError, ToolError) as error:
+            problems.append(Problem(loaded.origins[key], str(error)))
     return problems
+
+
+def import_reward(reward: RewardRecipe, scoring: ScoringRecipe) -> None:
+    from rlgen.rewards.load import RewardSource
+    from rlgen.worker_pool.pool import Pool, limits_of
+
+    with closing(Pool([RewardSource(reward.use, reward.timeout)], replace(limits_of(scoring), workers=1), None)) as pool:
+        pool.facts()
 
 
 def known_columns(recipe: Recipe) -> set[str] | None:
@@ -241,8 +244,8 @@ def unfilled_parameters(loaded: LoadedRecipe, columns: set[str] | None) -> list[
     if columns is None:
         return []
     problems: list[Problem] = []
-    columns = columns if loaded.recipe.data.columns.answer is None else {*columns, "answer"}
-    columns = columns | ({MESSAGES} if loaded.recipe.talks else set()) | ({SEED_COLUMN} if loaded.recipe.environment else set())
+    answer, talks, environment = loaded.recipe.data.columns.answer, loaded.recipe.talks, loaded.recipe.environment
+    columns = {*columns, *(["answer"] if answer else ()), *([MESSAGES] if talks else ()), *([SEED_COLUMN] if environment else ())}
     for index, reward in enumerate(loaded.recipe.rewards):
         file, _, function = reward.use.rpartition(":")
         facts = RewardSource(reward.use, reward.timeout).load().facts if reward.use in BUILTIN else None
@@ -250,7 +253,7 @@ def unfilled_parameters(loaded: LoadedRecipe, columns: set[str] | None) -> list[
             facts = facts_of_model(settings)
         if file.endswith(".py"):
             node = plain_function(ast.parse(Path(file).read_text(encoding="utf-8")), function)
-            facts = None if node is None else facts_of(node)
+            facts = None if node is None else signature_of(node)
         try:
             if facts is not None:
                 resolve(reward, facts, columns)
@@ -259,8 +262,8 @@ def unfilled_parameters(loaded: LoadedRecipe, columns: set[str] | None) -> list[
     return problems
 
 
-def facts_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> "FunctionFacts":
-    """Returns the facts of a function that is not decorated."""
+def signature_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> "FunctionFacts":
+    """Returns the signature of a function that is not decorated."""
     from rlgen.worker_pool.source import FunctionFacts
 
     given = node.args
@@ -272,13 +275,3 @@ def facts_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> "FunctionFacts":
     ]
     parameters += [(given.kwarg.arg, "VAR_KEYWORD", True)] if given.kwarg else []
     return FunctionFacts(tuple(parameters), isinstance(node, ast.AsyncFunctionDef), None, None)
-
-
-def defined(node: ast.stmt) -> list[str]:
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return [node.name]
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        return [alias.asname or alias.name for alias in node.names]
-    if isinstance(node, ast.Assign):
-        return [target.id for target in node.targets if isinstance(target, ast.Name)]
-    return []

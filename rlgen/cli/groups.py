@@ -1,52 +1,48 @@
-"""The commands that have a second word, such as `rlgen recipes list`, and the options that several commands share."""
+"""The options that several commands share, and the commands that begin with `rlgen recipes` and `rlgen rewards`."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
-recipes = typer.Typer(
-    help="Recipes to start from.", epilog="Example: rlgen recipes list", no_args_is_help=True, rich_markup_mode=None
-)
-checkpoints = typer.Typer(
-    help="What a run has saved.", epilog="Example: rlgen checkpoints list mine", no_args_is_help=True, rich_markup_mode=None
-)
-rewards = typer.Typer(
-    help="Rewards of a recipe, without a model.",
-    epilog="Example: rlgen rewards test recipe.yaml",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
 
-RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file.")]
+def commands(help_text: str, example: str) -> typer.Typer:
+    """Returns a word of the command line that a second one follows."""
+    return typer.Typer(help=help_text, epilog=f"Example: {example}", no_args_is_help=True, rich_markup_mode=None)
+
+
+recipes = commands("Recipes to start from.", "rlgen recipes list")
+rewards = commands("Rewards of a recipe, without a model.", "rlgen rewards test recipe.yaml")
+
+RecipePath = Annotated[Path, Argument(metavar="RECIPE", help="A YAML file.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--set",
         metavar="section.key=value",
         help="Override a value of the recipe, written as YAML; repeatable, the last one wins.",
     ),
 ]
-RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory, or the name of one in runs/.")]
+RunPath = Annotated[Path, Argument(metavar="RUN", help="A run's directory, or the name of one in runs/.")]
 CheckpointStep = Annotated[
-    str | None,
-    typer.Option(metavar="STEP", help="Step of a run's checkpoint: a number, best (by evaluation) or last. Default: last."),
+    str | None, Option(metavar="STEP", help="Step of a run's checkpoint: a number, best (by evaluation) or last. Default: last.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
 
 
 @recipes.command("list", epilog="Example: rlgen recipes list")
 def list_recipes(as_json: AsJson = False) -> None:
     """List the recipes that come with rlgen."""
-    from rlgen.cli.inspect import list_command
+    from rlgen.cli.inspect import list_recipes_command
 
-    list_command(as_json)
+    list_recipes_command(as_json)
 
 
 @recipes.command("copy", epilog="Example: rlgen recipes copy smoke && rlgen train smoke.yaml")
 def copy_recipe(
-    name: Annotated[str, typer.Argument(help="A name from `rlgen recipes list`.")],
-    path: Annotated[Path | None, typer.Argument(help="Target, a file or a folder. Default: the working directory.")] = None,
+    name: Annotated[str, Argument(help="A name from `rlgen recipes list`.")],
+    path: Annotated[Path | None, Argument(help="Target, a file or a folder. Default: the working directory.")] = None,
 ) -> None:
     """Copy a recipe to change it. Never overwrites a file."""
     from rlgen.cli.inspect import copy_command
@@ -55,13 +51,11 @@ def copy_recipe(
 
 
 @recipes.command("warm-start", epilog="Example: rlgen recipes warm-start demo-grpo.yaml")
-def warm_start(
+def warm_start_model(
     recipe: RecipePath,
-    model: Annotated[str, typer.Option(help="Model to start from.")] = "tiny:qwen3",
-    out: Annotated[Path | None, typer.Option(help="Folder to write. Default: the recipe's model.path.")] = None,
-    accuracy: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Train until this share of the sampled answers is right.")
-    ] = 0.35,
+    model: Annotated[str, Option(help="Model to start from.")] = "tiny:qwen3",
+    out: Annotated[Path | None, Option(help="Folder to write. Default: the recipe's model.path.")] = None,
+    accuracy: Annotated[float, Option(min=0.0, max=1.0, help="Train until this share of the sampled answers is right.")] = 0.35,
 ) -> None:
     """Make a tiny model that answers some prompts of a recipe right: it is trained on the answers of the data first."""
     from rlgen.cli.inspect import warm_start_command
@@ -69,43 +63,11 @@ def warm_start(
     warm_start_command(recipe, model, out, accuracy)
 
 
-@checkpoints.command("list", epilog="Example: rlgen checkpoints list mine")
-def list_checkpoints(run: RunPath, as_json: AsJson = False) -> None:
-    """List the checkpoints of a run by name and size of their files; `verify` reads them."""
-    from rlgen.cli.checkpoints import list_command
-
-    list_command(run, as_json)
-
-
-@checkpoints.command("verify", epilog="Example: rlgen checkpoints verify mine --step 40")
-def verify_checkpoints(
-    run: RunPath,
-    step: Annotated[int | None, typer.Option(help="Step of one checkpoint. Default: all checkpoints.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Read every byte of a run's checkpoints and compare it with what was written; exit 8 if one is damaged."""
-    from rlgen.cli.checkpoints import verify_command
-
-    verify_command(run, step, as_json)
-
-
-@checkpoints.command("prune", epilog="Example: rlgen checkpoints prune mine --keep 2")
-def prune_checkpoints(
-    run: RunPath,
-    keep: Annotated[int, typer.Option(min=1, help="Newest good checkpoints to keep.")] = 1,
-    as_json: AsJson = False,
-) -> None:
-    """Delete old checkpoints and those that were set aside. The newest good ones and the best by evaluation stay."""
-    from rlgen.cli.checkpoints import prune_command
-
-    prune_command(run, keep, as_json)
-
-
 @rewards.command("test", epilog="Example: rlgen rewards test recipe.yaml --rows 10")
 def test_rewards(
     recipe: RecipePath,
     overrides: Overrides = None,
-    rows: Annotated[int, typer.Option(min=1, max=1000, help="Rows of the data to answer.")] = 4,
+    rows: Annotated[int, Option(min=1, max=1000, help="Rows of the data to answer.")] = 4,
     as_json: AsJson = False,
 ) -> None:
     """Score the data's own answers, empty, garbage and very long ones, and time each call. Loads no model."""

@@ -44,9 +44,8 @@ VALUE = re.compile(r"(?:--)?([a-z_]+(?:\.[a-z_0-9]+)+)(?:=(.*))?", re.DOTALL)  #
 
 
 def understood(arguments: Sequence[str]) -> list[str]:
-    """Returns the arguments of rlgen with a guess replaced by the command that it means.
-
-    A guess that must not run unasked is a UsageError, which names the command to type.
+    """Returns the arguments of rlgen with a guess replaced by the command that it means. A guess that must not run unasked is a
+    UsageError, which names the command to type.
     """
     if not arguments:
         return []

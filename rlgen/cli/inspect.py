@@ -1,7 +1,4 @@
-"""Shows recipes and writes what to start from: `rlgen show`, `schema`, `init`, `rlgen recipes list`, `copy`, `warm-start`.
-
-Quick answers import no torch.
-"""
+"""Shows recipes, and writes what to start from. Quick answers import no torch."""
 
 import json
 import re
@@ -11,10 +8,11 @@ import textwrap
 from pathlib import Path
 
 import rlgen
+from rlgen.cli.files import functions_of
 from rlgen.cli.output import echo
 from rlgen.errors import CheckpointError, UsageError
 from rlgen.files import write_text
-from rlgen.recipe import Recipe, dump_recipe, load_recipe
+from rlgen.recipe import dump_recipe, load_recipe
 from rlgen.recipe.data import TASKS
 from rlgen.recipe.keys import HEADER, recipe_schema, sentences
 from rlgen.recipe.rules import is_local_model
@@ -82,7 +80,7 @@ def recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
-def list_command(as_json: bool) -> None:
+def list_recipes_command(as_json: bool) -> None:
     """Lists the shipped recipes with their first comment, what each needs and how long it takes."""
     texts = {name: path.read_text(encoding="utf-8") for name, path in recipes().items()}
     found = {name: text.split("\n", 1)[0].lstrip("# ") for name, text in texts.items()}
@@ -98,10 +96,8 @@ def list_command(as_json: bool) -> None:
 
 
 def copy_command(name: str, path: Path | None) -> None:
-    """Copies a shipped recipe, and the files of rewards, tools and chat template that it names. Raises UsageError for an unknown
-    recipe or if a target exists.
-
-    A path into the checkout's folder of runs becomes one beside the copy.
+    """Copies a shipped recipe, and the files of rewards, tools and chat template that it names. A path into the checkout's folder
+    of runs becomes one beside the copy. Raises UsageError for an unknown recipe or if a target exists.
     """
     source = recipes().get(name.removesuffix(".yaml"))
     if source is None:
@@ -109,7 +105,9 @@ def copy_command(name: str, path: Path | None) -> None:
     target = path or Path(source.name)
     target = target / source.name if target.is_dir() else target
     texts = {target: source.read_text(encoding="utf-8").replace(OF_CHECKOUT, OF_COPY)}
-    for file in named_files(load_recipe(source).recipe):
+    recipe = load_recipe(source).recipe
+    code = [file for file in (use.rpartition(":")[0] for use in functions_of(recipe).values()) if file.endswith(".py")]
+    for file in map(Path, filter(None, dict.fromkeys([*code, recipe.data.chat_template]))):
         texts[target.parent / file.name] = file.read_text(encoding="utf-8")
     for file, text in texts.items():
         if file.exists() and (file == target or file.read_text(encoding="utf-8") != text):
@@ -121,16 +119,6 @@ def copy_command(name: str, path: Path | None) -> None:
     warm = is_local_model(model) and not Path(model).is_dir()
     written = " and ".join(map(str, texts))
     echo(f"{written} written; next: rlgen {'recipes warm-start' if warm else 'validate'} {target}")
-
-
-def named_files(recipe: Recipe) -> list[Path]:
-    """Returns the files beside a recipe that it names: those of rewards and tools, and of the chat template; each once."""
-    uses = [*(reward.use for reward in recipe.rewards), *(tool.use for tool in recipe.tools)]
-    uses += [recipe.environment.use] if recipe.environment is not None else []
-    uses += [recipe.rollout.use] if recipe.rollout.use is not None else []
-    places = [use.rpartition(":")[0] for use in uses]
-    template = [] if recipe.data.chat_template is None else [recipe.data.chat_template]
-    return [Path(place) for place in (*dict.fromkeys(place for place in places if place.endswith(".py")), *template)]
 
 
 def init_command(folder: Path) -> None:
@@ -153,12 +141,8 @@ def init_command(folder: Path) -> None:
 
 
 def warm_start_command(path: Path, model: str, out: Path | None, accuracy: float) -> None:
-    """Trains a small model on the answers of the recipe's data, and writes it where the recipe's `model.path` is.
-
-    Args:
-        model: the model to start from.
-        out: another folder to write.
-        accuracy: share of sampled answers that are right at the end.
+    """Trains a small `model` on the answers of the recipe's data until this share of sampled answers is right, and writes it
+    where the recipe's `model.path` is, or into `out`.
     """
     recipe = load_recipe(path).recipe
     if recipe.task is None and recipe.data.columns.answer is None:

@@ -5,7 +5,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
 
@@ -13,12 +13,12 @@ from rlgen.redact import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 
 def prepare() -> None:
-    """Makes the output streams write characters that their encoding lacks as escapes, instead of raising an error.
-
-    A stream that the shell has closed (`>&-`), which Python leaves as None, becomes one that discards what it is given.
+    """Makes the output streams write characters that their encoding lacks as escapes, instead of raising an error. A stream that
+    the shell has closed (`>&-`), which Python leaves as None, becomes one that discards what it is given.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -29,10 +29,8 @@ def prepare() -> None:
 
 
 def echo(text: str, err: bool = False, nl: bool = True, exact: bool = False) -> None:
-    """Prints a text. A closed pipe (`| head -1`) or a full disk does not end the command.
-
-    Args:
-        exact: for output that programs read: control characters are kept, unless the stream is a terminal, which would obey them.
+    """Prints a text. A closed pipe (`| head -1`) or a full disk does not end the command. With `exact`, for output that programs
+    read, control characters are kept, unless the stream is a terminal, which would obey them.
     """
     import typer
 
@@ -52,11 +50,24 @@ def hushed(stream: TextIO) -> Iterator[None]:
         hush(stream)
 
 
-def page_for_terminal(whole_lines: bool) -> "Console":
-    """Returns a console of the width and colours of standard output, which keeps what it is given for `echo_styled`.
+def plain_table(left: Sequence[str], right: Sequence[str] = (), width: int | None = None) -> "Table":
+    """Returns a table without lines: columns with these heads, those of `right` with numbers, of at least `width` characters.
+    A text that does not fit is folded.
+    """
+    from rich.table import Table
+    from rich.text import Text
 
-    Args:
-        whole_lines: only a terminal wraps lines; other programs get them whole.
+    table = Table(box=None, pad_edge=False)
+    for head in left:
+        table.add_column(Text(printable(head)), overflow="fold")
+    for head in right:
+        table.add_column(head, justify="right", min_width=width)
+    return table
+
+
+def page_for_terminal(whole_lines: bool) -> "Console":
+    """Returns a console of the width and colours of standard output, which keeps what it is given for `echo_styled`. With
+    `whole_lines` only a terminal wraps lines; other programs get them whole.
     """
     from rich.console import Console
 
@@ -67,9 +78,8 @@ def page_for_terminal(whole_lines: bool) -> "Console":
 
 
 def echo_styled(page: "Console") -> None:
-    """Prints what a page holds, with its colours. Text that others wrote must have passed through `printable` before.
-
-    A terminal shows it through the user's pager, as git does: it ends at once if the text fits the screen.
+    """Prints what a page holds, with its colours. Text that others wrote must have passed through `printable` before. A terminal
+    shows it through the user's pager, as git does: it ends at once if the text fits the screen.
     """
     text = page.end_capture()
     pager = shlex.split(os.environ.get("PAGER", "less"))

@@ -35,10 +35,9 @@ SLOWER, LEAST = 10.0, 60.0  # timeout of the killed run: SLOWER times the undist
 
 
 def prove_command(recipe: Path, overrides: list[str], max_steps: int | None, run_dir: Path | None) -> None:
-    """Trains a few steps twice, the second time with a SIGKILL during a step and `--resume`, and compares the two runs.
-
-    It leaves no process behind, however it ends. The folder with both runs remains if they differ, if one fails, or if this
-    process is killed.
+    """Trains a few steps twice, the second time with a SIGKILL during a step and `--resume`, and compares the two runs. It leaves
+    no process behind, however it ends. The folder with both runs remains if they differ, if one fails, or if this process is
+    killed.
     """
     loaded = load_recipe(recipe, overrides)
     steps = STEPS if max_steps is None else max_steps
@@ -67,11 +66,11 @@ def prove(loaded: LoadedRecipe, recipe: Path, settings: Sequence[str], steps: in
     """Trains both runs in `folder`, and returns when the second was killed, in words. Raises CheckpointError if they differ."""
     echo(f"1 of 3: {steps} steps undisturbed, in {folder}")
     began = time.monotonic()
-    run(command(recipe, settings, steps, folder / "undisturbed"), folder / "undisturbed.log")
-    killed = kill(recipe, settings, steps, every, folder, max(LEAST, SLOWER * (time.monotonic() - began)))
+    run_logged(command(recipe, settings, steps, folder / "undisturbed"), folder / "undisturbed.log")
+    killed = run_killed(recipe, settings, steps, every, folder, max(LEAST, SLOWER * (time.monotonic() - began)))
     echo(f"2 of 3: {killed}")
     echo("3 of 3: resuming")
-    run([*command(recipe, settings, steps, folder / "killed"), "--resume"], folder / "resumed.log")
+    run_logged([*command(recipe, settings, steps, folder / "killed"), "--resume"], folder / "resumed.log")
     from rlgen.run.compare import first_difference
 
     difference = first_difference(folder / "undisturbed", folder / "killed")
@@ -88,9 +87,9 @@ def command(recipe: Path, settings: Sequence[str], steps: int, directory: Path) 
     return [*words, *(word for setting in settings for word in ("--set", setting))]
 
 
-def run(words: Sequence[str], log: Path) -> None:
+def run_logged(words: Sequence[str], log: Path) -> None:
     """Runs a command with its output in `log`. Raises CheckpointError if it fails."""
-    with log.open("w", encoding="utf-8") as file, started(words, file) as process:
+    with log.open("w", encoding="utf-8") as file, child(words, file) as process:
         code = process.wait()
     if code:
         said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
@@ -100,7 +99,7 @@ def run(words: Sequence[str], log: Path) -> None:
 
 
 @contextmanager
-def started(words: Sequence[str], log: IO[str]) -> "Iterator[subprocess.Popen[bytes]]":
+def child(words: Sequence[str], log: IO[str]) -> "Iterator[subprocess.Popen[bytes]]":
     """Starts a process that is killed when the block ends and, on Linux, when this process ends, however it does."""
     end_with_parent = None if prctl is None else partial(prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
     process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, preexec_fn=end_with_parent)
@@ -111,7 +110,7 @@ def started(words: Sequence[str], log: IO[str]) -> "Iterator[subprocess.Popen[by
         process.wait()
 
 
-def kill(recipe: Path, settings: Sequence[str], steps: int, every: int, folder: Path, patience: float) -> str:
+def run_killed(recipe: Path, settings: Sequence[str], steps: int, every: int, folder: Path, patience: float) -> str:
     """Starts a run and kills it before its last checkpoint, as soon as the journal has an answer of that step. Returns when it
     was killed, in words. Raises CheckpointError if it could not be killed, or did not get there within `patience` seconds.
     """
@@ -120,7 +119,7 @@ def kill(recipe: Path, settings: Sequence[str], steps: int, every: int, folder: 
         directory = folder / "killed"
         shutil.rmtree(directory, ignore_errors=True)
         log = folder / f"killed_{attempt}.log"
-        with log.open("w", encoding="utf-8") as file, started(command(recipe, settings, steps, directory), file) as process:
+        with log.open("w", encoding="utf-8") as file, child(command(recipe, settings, steps, directory), file) as process:
             journal, began = directory / "journal" / f"step_{step:06d}.bin", time.monotonic()
             # With rollout.async_steps, answers may arrive before the checkpoint that the run is to resume from.
             before = directory / "checkpoints" / f"step_{every * ((step - 1) // every):06d}"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlgen.analysis.run import read_run
-from rlgen.cli.output import echo
+from rlgen.cli.output import echo, plain_table
 from rlgen.metrics import Metric
 from rlgen.recipe.models import ProcessesRecipe
 from rlgen.run.console import Terminal
@@ -16,16 +16,14 @@ from rlgen.run.find import find_run
 from rlgen.run.launch import Launch
 
 if TYPE_CHECKING:
+    from rlgen.setup.change import Change
     from rlgen.setup.replay import Replay
 
 Changes = dict[str, tuple[Any, Any]]
 
 
 def replay_command(name: Path, step: int, overrides: list[str], as_json: bool) -> None:
-    """Computes the step, with `overrides` also with these settings, and prints both. Messages go to standard error.
-
-    Each process that a launcher started calls it.
-    """
+    """Computes the step, also with `overrides`, in each process that a launcher started. Messages go to standard error."""
     launched = Launch.of(os.environ).world > 1
     if not launched:
         find_run(name)  # a missing run is reported before torch is imported
@@ -45,14 +43,15 @@ def replay_command(name: Path, step: int, overrides: list[str], as_json: bool) -
         )
         found = replay(past, step, recipe, lambda text: echo(text, err=True) if processes.is_main else None, processes)
         if processes.is_main and as_json:
-            echo(json.dumps(without_nonfinite(as_object(run.path, found, changes))))
+            echo(json.dumps(without_nonfinite(replay_object(run.path, found, changes))))
         elif processes.is_main:
-            show(run.path, found, changes)
+            print_replay(run.path, found, changes)
     processes.close()
 
 
-def as_object(run: Path, found: "Replay", changes: Changes) -> dict[str, Any]:
-    said: dict[str, Any] = {
+def replay_object(run: Path, found: "Replay", changes: Changes) -> dict[str, Any]:
+    """Returns what `--json` prints."""
+    return {
         "run": str(run),
         "step": found.step,
         "from_step": found.start,
@@ -63,31 +62,27 @@ def as_object(run: Path, found: "Replay", changes: Changes) -> dict[str, Any]:
         "first_step_that_differs": found.first_off,
         "other": list(found.other),
         "metrics": dict(found.metrics),
-        "changed": None,
+        "changed": None if found.change is None else change_object(found.change, changes),
     }
-    if (change := found.change) is None:
-        return said
-    return said | {
-        "changed": {
-            "set": pairs("changed", changes),
-            "loss": change.metrics[Metric.LOSS],
-            "grad_norm": change.metrics[Metric.GRAD_NORM],
-            "metrics": dict(change.metrics),
-            "differences": pairs("changed", change.metrics_changed),
-            "advantages": {
-                "rows": change.rows,
-                "trained": {"recorded": change.rows_trained[0], "changed": change.rows_trained[1]},
-                "changed": change.advantages_changed,
-                "other_sign": change.advantages_flipped,
-                "largest_change": change.advantages_largest_change,
-            },
-            "ratio": pairs("changed", change.ratio),
-            "gradient": {
-                "cosine": change.cosine,
-                "cosine_first_update": change.cosine_first,
-                "relative_norm": change.relative_norm,
-            },
-        }
+
+
+def change_object(change: "Change", changes: Changes) -> dict[str, Any]:
+    """Returns what `--json` prints about other settings."""
+    return {
+        "set": pairs("changed", changes),
+        "loss": change.metrics[Metric.LOSS],
+        "grad_norm": change.metrics[Metric.GRAD_NORM],
+        "metrics": dict(change.metrics),
+        "differences": pairs("changed", change.metrics_changed),
+        "advantages": {
+            "rows": change.rows,
+            **pairs("changed", {"trained": change.rows_trained}),
+            "changed": change.advantages_changed,
+            "other_sign": change.advantages_flipped,
+            "largest_change": change.advantages_largest_change,
+        },
+        "ratio": pairs("changed", change.ratio),
+        "gradient": {"cosine": change.cosine, "cosine_first_update": change.cosine_first, "relative_norm": change.relative_norm},
     }
 
 
@@ -95,42 +90,35 @@ def pairs(second: str, values: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
     return {key: {"recorded": was, second: now} for key, (was, now) in values.items()}
 
 
-def show(run: Path, found: "Replay", changes: Changes) -> None:
+def print_replay(run: Path, found: "Replay", changes: Changes) -> None:
     """Prints the numbers for people, within 80 columns."""
     console = Terminal(quiet=False)
     start = f"the checkpoint of step {found.start}" if found.start else "the weights that the run began with"
     console.say(f"{run}, step {found.step}, from {start}")
     if found.differences or found.change is None:
         keys = [str(key) for key in dict.fromkeys([Metric.LOSS, Metric.GRAD_NORM, *found.differences])]
-        rows = {key: found.differences.get(key, (found.metrics[key], found.metrics[key])) for key in keys}
-        print_table(console, ("recorded", "replayed"), [(key, exact(was), exact(now)) for key, (was, now) in rows.items()])
-    for line in verdict(found):
-        console.say(line)
+        table = plain_table([""], ["recorded", "replayed"], width=12)
+        for key in keys:
+            table.add_row(key, *map(exact, found.differences.get(key, (found.metrics[key], found.metrics[key]))))
+        console.print(table)
+    console.say("\n".join(result_lines(found)))
     if (change := found.change) is None:
         return
-    console.say("")
-    for key, (was, now) in changes.items():
-        console.say(f"{key}: {as_yaml(was)} -> {as_yaml(now)}")
+    said = [
+        f"{key}: {' -> '.join('none' if value is None else json.dumps(value) for value in pair)}" for key, pair in changes.items()
+    ]
+    console.say("\n".join(["", *said]))
     rows = {str(key): (found.metrics[key], change.metrics[key]) for key in (Metric.LOSS, Metric.GRAD_NORM)}
     rows |= change.metrics_changed
     rows |= {"rows trained": change.rows_trained, **{f"ratio, {key}": pair for key, pair in change.ratio.items()}}
-    print_table(console, ("as it was", "changed"), [(key, short(was), short(now)) for key, (was, now) in rows.items()])
-    for line in effect(found):
-        console.say(line)
-
-
-def print_table(console: Terminal, heads: tuple[str, str], rows: list[tuple[str, str, str]]) -> None:
-    from rich.table import Table
-
-    table = Table("", box=None, pad_edge=False)
-    for head in heads:
-        table.add_column(head, justify="right", min_width=12)
-    for row in rows:
-        table.add_row(*row)
+    table = plain_table([""], ["as it was", "changed"], width=12)
+    for key, pair in rows.items():
+        table.add_row(key, *map(in_short, pair))
     console.print(table)
+    console.say("\n".join(effect(change)))
 
 
-def verdict(found: "Replay") -> list[str]:
+def result_lines(found: "Replay") -> list[str]:
     """Returns the lines that say whether the replay is what was recorded."""
     if not found.differences:
         return [f"the same to the last bit: all {len(found.metrics)} numbers of the update in metrics.jsonl"]
@@ -144,10 +132,8 @@ def verdict(found: "Replay") -> list[str]:
     return lines
 
 
-def effect(found: "Replay") -> list[str]:
+def effect(change: "Change") -> list[str]:
     """Returns the lines about advantages and gradients under the table of a change."""
-    change = found.change
-    assert change is not None  # `show` calls this only if something was changed
     same = "unchanged" if not change.advantages_changed else f"changed in {change.advantages_changed} of {change.rows} rows"
     more = f", by {change.advantages_largest_change:.3g} at most" if change.advantages_changed else ""
     sign = f"; sign flipped in {change.advantages_flipped}" if change.advantages_flipped else ""
@@ -157,17 +143,13 @@ def effect(found: "Replay") -> list[str]:
     norm = "" if change.relative_norm is None else f", norm x {change.relative_norm:.4g}"
     lines.append(f"gradient of the last update: cosine {change.cosine:.6g}{norm}")
     if change.cosine_first != change.cosine:
-        lines.append(f"gradient of the first update: cosine {short(change.cosine_first)}")
+        lines.append(f"gradient of the first update: cosine {in_short(change.cosine_first)}")
     return lines
-
-
-def as_yaml(value: Any) -> str:
-    return "none" if value is None else json.dumps(value)
 
 
 def exact(value: Any) -> str:
     return "–" if value is None else repr(value)
 
 
-def short(value: Any) -> str:
+def in_short(value: Any) -> str:
     return "–" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)

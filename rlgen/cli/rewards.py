@@ -6,11 +6,12 @@ import string
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from rlgen.cli.output import echo
+from rlgen.cli.output import echo, plain_table
 from rlgen.errors import DataError, RewardError
 from rlgen.recipe import Recipe, load_recipe
 from rlgen.recipe.data import DataRecipe
@@ -28,7 +29,7 @@ LONG = 100_000  # characters
 
 
 @dataclass(slots=True, kw_only=True)
-class Row:
+class Results:
     """What one reward gave to answers of one kind."""
 
     reward: str
@@ -38,51 +39,49 @@ class Row:
     failed: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)  # of each call
 
-    def as_json(self) -> dict[str, Any]:
-        """Returns the fields and the mean value; the mean is None if there are no values."""
-        return {**asdict(self), "mean": fmean(self.values) if self.values else None}
+    @property
+    def mean(self) -> float | None:
+        return fmean(self.values) if self.values else None
 
 
 def rewards_test_command(path: Path, overrides: list[str], count: int, as_json: bool) -> None:
-    """Scores answers to `count` rows of the data, and prints a table.
-
-    A reward that fails or hangs, or gives right answers what it gives to wrong ones, is a RewardError.
+    """Scores answers to `count` rows of the data, and prints a table. A reward that fails or hangs, or gives right answers what
+    it gives to wrong ones, is a RewardError.
     """
     recipe = load_recipe(path, overrides).recipe
     from rlgen.data.prompts import with_answer
     from rlgen.data.source import load_rows
 
-    rows = load_rows(recipe.data, recipe.run.seed)
-    columns = {*rows.columns, "answer"} if recipe.data.columns.answer else set(rows.columns)
-    prompts: list[Prompt] = []
-    for number in range(len(rows.rows)):
-        row = with_answer(rows.rows[number], recipe.data.columns.answer)
-        if row[recipe.data.columns.prompt] and row.get("answer", "") is not None:
-            prompts.append(prompt_of(number, row, recipe.data, rows))
-        if len(prompts) == count:
-            break
+    rows, named = load_rows(recipe.data, recipe.run.seed), recipe.data.columns
+    columns = {*rows.columns, *(["answer"] if named.answer else [])}
+    answered = ((number, with_answer(rows.rows[number], named.answer)) for number in range(len(rows.rows)))
+    usable = (pair for pair in answered if pair[1][named.prompt] and pair[1].get("answer", "") is not None)
+    prompts = [prompt_of(number, row, recipe.data, rows) for number, row in islice(usable, count)]
     if not prompts:
         raise DataError(f"data.source: {rows.source}: no row has a prompt and an answer")
     # Failures are only counted here, whatever `on_error` a run would use.
     entries = [entry.model_copy(update={"on_error": "skip"}) for entry in recipe.rewards]
     longest, turns = recipe.rollout.max_completion_tokens, recipe.talks
-    scorer = open_scorer(entries, columns, longest, recipe.scoring, turns=turns, group_size=len(KINDS))
-    with closing(scorer):
+    with closing(open_scorer(entries, columns, longest, recipe.scoring, turns=turns, group_size=len(KINDS))) as scorer:
         groups = [group_of(prompt, recipe) for prompt in prompts]
         table, unsteady = tried(scorer, groups), dict[str, None]()  # labels, in order
         if not any(row.failed for row in table.values()):
             once, again = tried(scorer, groups[:1]), tried(scorer, groups[:1])
             unsteady = dict.fromkeys(label for (label, kind), row in once.items() if row.values != again[label, kind].values)
-    problems, warnings = judged(scorer.rewards, table)
+    problems, warnings = findings(scorer.rewards, table)
     warnings += [
         f"reward {label} gave the same answers other scores the second time: a resumed run will not be exact"
         for label in unsteady
     ]
     if as_json:
-        found = {"rewards": [row.as_json() for row in table.values()], "problems": problems, "warnings": warnings}
-        echo(json.dumps(found, indent=2))
+        report = {
+            "rewards": [{**asdict(row), "mean": row.mean} for row in table.values()],
+            "problems": problems,
+            "warnings": warnings,
+        }
+        echo(json.dumps(report, indent=2))
     else:
-        show(list(table.values()), len(prompts))
+        print_results(list(table.values()), len(prompts))
         for warning in warnings:
             echo(f"warning: {warning}")
     if problems:
@@ -114,9 +113,7 @@ def group_of(prompt: Prompt, recipe: Recipe) -> Group:
     if "answer" in prompt.columns:
         texts["gold"] = str(prompt.columns["answer"])
     samples = []
-    for index, kind in enumerate(KINDS):
-        if kind not in texts:
-            continue
+    for index, kind in ((index, kind) for index, kind in enumerate(KINDS) if kind in texts):
         ids = ids_of(texts[kind].encode()[: recipe.rollout.max_completion_tokens])
         samples.append(
             Sample(
@@ -136,17 +133,16 @@ def group_of(prompt: Prompt, recipe: Recipe) -> Group:
     return Group(group_id=prompt.position, prompt=prompt, samples=tuple(samples))
 
 
-def tried(scorer: Scorer, groups: Sequence[Group]) -> dict[tuple[str, str], Row]:
+def tried(scorer: Scorer, groups: Sequence[Group]) -> dict[tuple[str, str], Results]:
     """Runs the rewards, and returns their results by the reward's label and the kind of answer."""
     kinds = [KINDS[sample.sample_index] for sample in groups[0].samples]
     labels = [reward.label for reward in scorer.rewards]
-    table = {(label, kind): Row(reward=label, answers=kind) for label in labels for kind in kinds}
+    table = {(label, kind): Results(reward=label, answers=kind) for label in labels for kind in kinds}
     asks: list[Ask] = []
     calls: list[WorkerCall] = []
     for group in groups:
-        further = scorer.calls_of(group, step=0, first=len(asks))
-        asks += further[0]
-        calls += further[1]
+        of_group, its_calls = scorer.calls_of(group, step=0, first=len(asks))
+        asks, calls = [*asks, *of_group], [*calls, *its_calls]
     with closing(scorer.run(calls)) as outcomes:
         for outcome in outcomes:
             ask = asks[outcome.id]
@@ -163,7 +159,7 @@ def tried(scorer: Scorer, groups: Sequence[Group]) -> dict[tuple[str, str], Row]
     return table
 
 
-def judged(rewards: Sequence[RewardFunction], table: Mapping[tuple[str, str], Row]) -> tuple[list[str], list[str]]:
+def findings(rewards: Sequence[RewardFunction], table: Mapping[tuple[str, str], Results]) -> tuple[list[str], list[str]]:
     """Returns what is certainly wrong with the rewards (problems), and what may be wrong (warnings)."""
     problems: list[str] = []
     warnings: list[str] = []
@@ -187,16 +183,11 @@ def judged(rewards: Sequence[RewardFunction], table: Mapping[tuple[str, str], Ro
     return problems, warnings
 
 
-def show(rows: Sequence[Row], prompts: int) -> None:
-    from rich.box import SIMPLE_HEAD
+def print_results(rows: Sequence[Results], prompts: int) -> None:
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=f"answers to {prompts} rows of the data", title_justify="left", box=SIMPLE_HEAD)
-    for name in ("reward", "answers", "mean", "least", "most", "n/a", "failed", "ms", "slowest"):
-        side: Literal["left", "right"] = "left" if name in ("reward", "answers") else "right"
-        table.add_column(name, justify=side, no_wrap=name != "reward", overflow="fold")
+    table = plain_table(["reward", "answers"], ["mean", "least", "most", "n/a", "failed", "ms", "slowest"])
     before = ""
     for row in rows:
         cells = [f"{number:.3g}" for number in (fmean(row.values), min(row.values), max(row.values))] if row.values else ["–"] * 3
@@ -204,4 +195,5 @@ def show(rows: Sequence[Row], prompts: int) -> None:
         label = row.reward if row.reward != before else ""
         table.add_row(Text(label), row.answers, *cells, str(row.not_applicable), str(len(row.failed)), *times)
         before = row.reward
+    echo(f"answers to {prompts} rows of the data")
     Console().print(table)

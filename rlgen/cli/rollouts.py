@@ -7,11 +7,12 @@ from typing import Any
 
 from rich.text import Text
 
-from rlgen.analysis.rows import Query, find, gap, read_rows
+from rlgen.analysis.rows import Query, find_rollouts, gap, read_rows
 from rlgen.cli.output import echo, echo_styled, page_for_terminal
 from rlgen.errors import UsageError
 from rlgen.redact import printable, printable_json
 from rlgen.rollout.parquet import FIXED, OF_TURNS, has_turns
+from rlgen.run.console import number_text
 from rlgen.run.find import find_run
 from rlgen.types import end_of_talk
 
@@ -21,17 +22,16 @@ LINES, CHARACTERS = 6, 600  # of a text that is not shown in full
 def rollouts_command(name: Path, query: Query, limit: int, page: int, full: bool, as_json: bool) -> None:
     """Prints a page of the rollouts that match, or one JSON object with them."""
     run = find_run(name)
-    found = find(run, query)
+    found = find_rollouts(run, query)
     pages = max(1, math.ceil(len(found) / limit))
     if page > pages:
         raise UsageError(f"--page {page}: {len(found)} rollouts match; the last page of {limit} (--limit) is {pages}")
     rows = read_rows(run, found, slice((page - 1) * limit, page * limit))
     if as_json:
         said = {"run": str(run), "total": found.total, "matched": len(found), "page": page, "pages": pages}
-        echo(printable_json(json.dumps({**said, "rollouts": [finite(row) for row in rows]})), exact=True)
+        echo(printable_json(json.dumps({**said, "rollouts": [as_json_value(row) for row in rows]})), exact=True)
         return
-    lines = page_for_terminal(whole_lines=True)
-    first = (page - 1) * limit + 1
+    lines, first = page_for_terminal(whole_lines=True), (page - 1) * limit + 1
     which = f", {first} to {first + len(rows) - 1} shown" if pages > 1 else ""
     lines.print(Text(printable(f"{run}: {len(found)} of {found.total} rollouts{which}"), style="bold"))
     for row in rows:
@@ -41,12 +41,12 @@ def rollouts_command(name: Path, query: Query, limit: int, page: int, full: bool
     echo_styled(lines)
 
 
-def finite(value: Any) -> Any:
+def as_json_value(value: Any) -> Any:
     """Returns a value that JSON can hold: text for a number that is not finite ("nan", "inf"), and for types that JSON lacks."""
     if isinstance(value, dict):
-        return {str(key): finite(one) for key, one in value.items()}
+        return {str(key): as_json_value(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(one) for one in value]
+        return [as_json_value(one) for one in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
@@ -56,14 +56,14 @@ def block(row: dict[str, Any], full: bool) -> Text:
     text = Text()
     text.append(f"step {row['step']}  group {row['group_id']}.{row['sample_index']}", style="bold")
     text.append("  reward ")
-    text.append(number(row["reward"]), style="bold red" if row["reward"] is None else "bold")
-    text.append(f"  advantage {number(row['advantage'], '+.3g')}")
+    text.append(number_text(row["reward"], ".3g"), style="bold red" if row["reward"] is None else "bold")
+    text.append(f"  advantage {number_text(row['advantage'], '+.3g')}")
     text.append("" if row["trained"] else " (not trained)", style="yellow")
     tokens, sampled = len(row["completion_ids"]), sum(row["loss_mask"])
     text.append(f"  {tokens} token{'' if tokens == 1 else 's'}{'' if sampled == tokens else f', {sampled} sampled'}  ")
     text.append(row["finish_reason"], style="yellow" if row["finish_reason"] == "length" else "")
-    text.append(f"  gap {number(gap(row['sampler_logp'], row['policy_logp']), '.1e')}", style="dim")
-    rewards = "  ".join(f"{name} {number(value)}" for name, value in row["rewards"].items())
+    text.append(f"  gap {number_text(gap(row['sampler_logp'], row['policy_logp']), '.1e')}", style="dim")
+    rewards = "  ".join(f"{name} {number_text(value, '.3g')}" for name, value in row["rewards"].items())
     text.append(printable(f"\n  {rewards}") if rewards else "")
     for name, error in row["reward_errors"].items():
         text.append(printable(f"\n  {name} failed: {error}"), style="red")
@@ -90,19 +90,15 @@ def spoken(messages: list[dict[str, Any]]) -> dict[str, str]:
     return shown
 
 
-def number(value: float | None, form: str = ".3g") -> str:
-    return "–" if value is None else format(value, form)
-
-
 def indented(value: str, full: bool) -> str:
     """Returns a text below its label, or beside it if it is one short line. A long one loses its middle, unless `full`."""
-    lines = [printable(line) for line in (value if full else shortened(value)).split("\n")]
+    lines = [printable(line) for line in (value if full else without_middle(value)).split("\n")]
     if len(lines) == 1 and len(lines[0]) < 60:
         return f"  {lines[0]}"
     return "".join(f"\n    {line}" for line in lines)
 
 
-def shortened(text: str) -> str:
+def without_middle(text: str) -> str:
     """Returns a text without its middle, if it is long: the question often stands at its end."""
     lines = text.split("\n")
     if len(lines) > LINES:

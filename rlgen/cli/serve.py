@@ -113,9 +113,7 @@ def watch(server: "ServerProcess") -> None:
 
 @contextmanager
 def token_of(variable: str, path: Path) -> Iterator[tuple[str, str]]:
-    """Yields the token, and how a client gets it: from the environment, or from a new file that is deleted when the server
-    ends.
-    """
+    """Yields the token, and how a client gets it: from the environment, or from a new file that is deleted in the end."""
     from rlgen.engines.launch import new_token
 
     if token := os.environ.get(variable):
@@ -133,9 +131,7 @@ def token_of(variable: str, path: Path) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Turns SIGTERM and SIGHUP into KeyboardInterrupt within the block, except signals that were ignored before, as `nohup`
-    does.
-    """
+    """Turns SIGTERM and SIGHUP into KeyboardInterrupt within the block, unless they were ignored before, as `nohup` does."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlgen.analysis.run import interval_of, tenth
 from rlgen.analysis.run import number as number_of
-from rlgen.analysis.run import tenth
-from rlgen.cli.output import echo, echo_styled, page_for_terminal
+from rlgen.cli.output import echo, echo_styled, page_for_terminal, plain_table
 from rlgen.errors import EXIT_CODES, UsageError
 from rlgen.metrics import Family, Metric
 from rlgen.redact import printable
@@ -44,16 +44,13 @@ def status_command(name: Path, as_json: bool, follow: bool = False) -> None:
         follow_steps(path, as_json)
     found = status_of(path)
     if as_json:
-        echo(json.dumps(found) if follow else json.dumps(found, indent=2))
-        return
-    if follow:
+        echo(json.dumps(found, indent=None if follow else 2))
+    elif follow:
         code = found["exit_code"]
         words = "" if code is None else f", exit code {code}: {EXIT_CODES.get(code, 'see `rlgen docs exit-codes`')}"
-        echo(f"{path}: {found['state']}{words}")
-        if found["message"]:
-            echo(found["message"])
-        return
-    print_status(path, found)
+        echo("\n".join(filter(None, [f"{path}: {found['state']}{words}", found["message"]])))
+    else:
+        print_status(path, found)
 
 
 def follow_steps(path: Path, as_json: bool) -> None:
@@ -96,8 +93,12 @@ def print_status(path: Path, found: Mapping[str, Any]) -> None:
     for keys in SHOWN:
         if values := [f"{key} {last[key]:.6g}" for key in keys if last.get(key) is not None]:
             echo(", ".join(values))
-    if found["evaluation"] is not None:
-        echo(evaluation_words(found["evaluation"], found["best_checkpoint"]))
+    if (record := found["evaluation"]) is not None:
+        reward, interval = record[Metric.EVAL_REWARD_MEAN], interval_of(record, Metric.EVAL_REWARD_MEAN)
+        shown = "no reward" if reward is None else f"reward {reward:.6g}" + (f" ({interval})" if interval else "")
+        pinned = found["best_checkpoint"]
+        best = "" if pinned is None else f"; the best checkpoint is that of step {pinned}"
+        echo(f"evaluation after step {record[Metric.STEP]}: {shown}{best}")
     for line in found["health"]:
         echo(f"health: {line}")
 
@@ -145,15 +146,6 @@ def seconds_of(records: Sequence[Mapping[str, Any]]) -> list[float]:
     return [record[Metric.TIME_STEP] for record in records if record[Metric.STEP] and Metric.TIME_STEP in record]
 
 
-def evaluation_words(record: Mapping[str, Any], best: int | None) -> str:
-    """Returns `evaluation after step 40: reward 0.531 (0.48 to 0.58); the best checkpoint is that of step 20`."""
-    reward, low, high = (record.get(key) for key in (Metric.EVAL_REWARD_MEAN, Metric.EVAL_REWARD_LOW, Metric.EVAL_REWARD_HIGH))
-    shown = "no reward" if reward is None else f"reward {reward:.6g}"
-    interval = "" if low is None or high is None else f" ({low:.3g} to {high:.3g})"
-    pinned = "" if best is None else f"; the best checkpoint is that of step {best}"
-    return f"evaluation after step {record[Metric.STEP]}: {shown}{interval}{pinned}"
-
-
 def in_use(path: Path) -> bool:
     """Returns whether a process holds the run's lock. Takes the lock only to test it."""
     try:
@@ -179,11 +171,7 @@ def runs_command(folder: Path, as_json: bool) -> None:
     if not found:
         echo(f"{folder} holds no run; next: rlgen recipes list")
         return
-    from rich.table import Table
-
-    table = Table("run", "state", box=None, pad_edge=False)
-    for head in ("step", "reward first", "last", "evaluation", "age"):
-        table.add_column(head, justify="right")
+    table = plain_table(["run", "state"], ["step", "reward first", "last", "evaluation", "age"])
     for name, one in found.items():
         table.add_row(*map(printable, (name, one["state"], *columns(one))))
     page = page_for_terminal(whole_lines=True)
@@ -193,13 +181,9 @@ def runs_command(folder: Path, as_json: bool) -> None:
 
 def columns(found: dict[str, Any]) -> tuple[str, ...]:
     """Returns the columns after the state: step of steps, mean reward of the first and last tenth, last evaluation, age."""
-    trend, evaluation = found["trend"], found["evaluation"] or {}
-    values = (trend["first"], trend["last"], evaluation.get(Metric.EVAL_REWARD_MEAN))
-    return (
-        f"{found['step']}/{found['steps']}",
-        *("" if value is None else f"{value:.3f}" for value in values),
-        "" if found["time"] is None else age(time.time() - found["time"]),
-    )
+    values = (*found["trend"].values(), (found["evaluation"] or {}).get(Metric.EVAL_REWARD_MEAN))
+    shown = ["" if value is None else f"{value:.3f}" for value in values]
+    return (f"{found['step']}/{found['steps']}", *shown, "" if found["time"] is None else age(time.time() - found["time"]))
 
 
 def age(seconds: float) -> str:

@@ -61,13 +61,13 @@ def train_command(
         path = train(recipe, options, say)
     except Stopped as stopped:
         if launch.rank == 0:
-            say("\n".join(ending(stopped.run, time.monotonic() - began, redacted(resumes))))
+            say("\n".join(last_lines(stopped.run, time.monotonic() - began, redacted(resumes))))
         raise
     if launch.rank == 0:
-        say("\n".join(ending(path, time.monotonic() - began)))
+        say("\n".join(last_lines(path, time.monotonic() - began)))
 
 
-def ending(path: Path, seconds: float, resumes: str | None = None) -> list[str]:
+def last_lines(path: Path, seconds: float, resumes: str | None = None) -> list[str]:
     """Returns what to know at the end of a run, and what to do next. `resumes`: the command that goes on; None: it is done."""
     from rlgen.analysis.run import read_run
     from rlgen.analysis.summary import ending_of

@@ -28,11 +28,7 @@ NEEDED = ("torch", "transformers", "datasets")  # packages without which prompts
 
 
 def validate_command(path: Path, overrides: list[str], as_json: bool, count: int) -> None:
-    """Checks a recipe, opens the local files that it names, and prints what was found.
-
-    Args:
-        count: prompts to show; with 0 neither model nor data are opened.
-    """
+    """Checks a recipe, and prints what was found. With `count` 0 prompts to show, neither model nor data are opened."""
     loaded = load_recipe(path, overrides)
     check_libraries(loaded.recipe)
     columns = looked_up(loaded)
@@ -40,39 +36,37 @@ def validate_command(path: Path, overrides: list[str], as_json: bool, count: int
         try:
             looked_up(held, imports=loaded.recipe.eval is not None and loaded.recipe.eval.rewards is not None)
         except RecipeError as error:  # about keys of `data`, which are here those of `eval`
-            raise RecipeError([of_eval(problem) for problem in error.problems]) from None
+            raise RecipeError([about_eval(problem) for problem in error.problems]) from None
     recipe, warnings = loaded.recipe, list(loaded.warnings)
     notices = [*loaded.notices, *unread(recipe, columns, path.resolve().parent)]
     if not as_json:
         for kind, lines in (("warning", warnings), ("note", notices)):
             for line in lines:
                 echo(f"{kind}: {line}")
-        echo(plan(recipe))
+        echo(steps_of(recipe))
     data = None
     if count and can_open(recipe):
         try:
-            from rlgen.setup.data import open_data
+            from rlgen.setup.data import open_data, open_turns
         except ImportError as error:
             echo(f"note: prompts are not shown: {error}")
         else:
             data = open_data(recipe)
-    if data is not None and recipe.tools:
-        from rlgen.setup.data import open_turns
-
-        open_turns(recipe.tools, recipe.scoring, recipe.data, data.tokenizer, data.stop_ids, None).close()
+            if recipe.tools:
+                open_turns(recipe.tools, recipe.scoring, recipe.data, data.tokenizer, data.stop_ids, None).close()
     shown = [] if data is None else list(data.prompts.take(0, min(count, len(data.prompts))))
     if as_json:
-        report = {"valid": True, "recipe": str(path), "notices": notices, "warnings": warnings, "plan": plan(recipe)}
+        report = {"valid": True, "recipe": str(path), "notices": notices, "warnings": warnings, "plan": steps_of(recipe)}
         echo(json.dumps(report | of_data(data, shown)))
         return
     if data is not None:
-        show(data, shown)
+        print_data(data, shown)
     looked = "the model's weights" if data is not None else "rows of the data, the model"
     echo(f"not checked: {looked}, the GPU; `rlgen doctor` checks all of them")
     echo(f"{path}: valid")
 
 
-def of_eval(problem: Problem) -> Problem:
+def about_eval(problem: Problem) -> Problem:
     """Returns a message about a key of `data` as one about that key of `eval`."""
     what, hint = (text and text.replace("data.", "eval.", 1) for text in (problem.what, problem.hint))
     return Problem(problem.where, what or "", hint)
@@ -116,7 +110,7 @@ def of_data(data: "Data | None", shown: "list[Prompt]") -> dict[str, Any]:
     return {"data": found | {"notices": list(data.notices), "prompts": prompts}, "eval": held}
 
 
-def show(data: "Data", shown: "list[Prompt]") -> None:
+def print_data(data: "Data", shown: "list[Prompt]") -> None:
     """Prints what was found in the data, and the first prompts as text and ids."""
     from rlgen.data import listed
 
@@ -133,11 +127,12 @@ def show(data: "Data", shown: "list[Prompt]") -> None:
         echo(f"prompt of row {prompt.row}, {len(ids)} tokens:")
         for line in prompt.text.split("\n"):
             echo(f"  | {line}")
-        whole = len(ids) <= IDS_SHOWN + LAST_IDS
-        echo(f"  {' '.join(ids if whole else [*ids[:IDS_SHOWN], '…', *ids[-LAST_IDS:]])}")
+        if len(ids) > IDS_SHOWN + LAST_IDS:
+            ids = [*ids[:IDS_SHOWN], "…", *ids[-LAST_IDS:]]
+        echo(f"  {' '.join(ids)}")
 
 
-def plan(recipe: Recipe) -> str:
+def steps_of(recipe: Recipe) -> str:
     """Returns one line that says what each step will be."""
     rollout, trainer = recipe.rollout, recipe.trainer
     updates = trainer.updates_per_rollout

@@ -1,12 +1,15 @@
-"""The model card: what the hub reads, the reward up to the checkpoint, the recipe without folders, versions."""
+"""The model card: what the hub reads, the reward up to the checkpoint, its recipe, versions; and how a command ends."""
 
 import json
 from pathlib import Path
 
-from helpers.runs import make_run
+from conftest import read_jsonl
+from helpers.runs import bare_run, make_run
 
 from rlgen.analysis.card import fenced, model_card, portable
 from rlgen.analysis.run import read_run
+from rlgen.analysis.summary import ending_of
+from rlgen.cli.train import last_lines
 from rlgen.recipe import yaml
 
 
@@ -24,8 +27,7 @@ def test_the_rewards_up_to_the_checkpoint(tmp_path: Path) -> None:
     assert [row[0] for row in rows] == [f"{first} to {first + 1}" for first in range(1, 21, 2)]
     first_two = [record["reward/mean"] for record in run.metrics[:2]]
     assert rows[0][1] == f"{sum(first_two) / 2:.3g}"
-    few = rows_of(model_card(run, 3, "float32"), "Reward")
-    assert [row[0] for row in few[1:]] == ["1 to 1", "2 to 2", "3 to 3"]
+    assert [row[0] for row in rows_of(model_card(run, 3, "float32"), "Reward")[1:]] == ["1 to 1", "2 to 2", "3 to 3"]
 
 
 def test_the_evaluations_up_to_the_checkpoint(tmp_path: Path) -> None:
@@ -79,11 +81,8 @@ def test_versions_are_those_of_the_attempt_that_trained_the_step(tmp_path: Path)
     ]
     (path / "provenance.json").write_text(json.dumps(attempts))
     run = read_run(path)
-    assert rows_of(model_card(run, 3, "float32"), "Provenance")[1:] == [
-        ["rlgen", "0.1.0"],
-        ["gpus", "H200, H200"],
-        ["torch", "2.12"],
-    ]
+    before = rows_of(model_card(run, 3, "float32"), "Provenance")[1:]
+    assert before == [["rlgen", "0.1.0"], ["gpus", "H200, H200"], ["torch", "2.12"]]
     card = model_card(run, 4, "float32")
     assert rows_of(card, "Provenance")[1:] == [["rlgen", "0.2.0"], ["torch", "2.13"]]
     assert "secret" not in card and "/home/me" not in card
@@ -92,3 +91,51 @@ def test_versions_are_those_of_the_attempt_that_trained_the_step(tmp_path: Path)
 def test_a_recipe_cannot_end_its_block() -> None:
     text = "a: |\n  ```\n  # not a heading\n  `````\n"
     assert fenced(text) == f"``````yaml\n{text}``````\n"
+
+
+def with_evaluations(run: Path, **rewards: float | None) -> Path:
+    """Adds evaluations after these steps; that of step 0 is a record of its own."""
+    found = {int(step.removeprefix("step")): {"eval/reward/mean": reward} for step, reward in rewards.items()}
+    records = [{"step": 0}] * (0 in found) + read_jsonl(run / "metrics.jsonl")
+    lines = [json.dumps(one | found.get(one["step"], {})) + "\n" for one in records]
+    (run / "metrics.jsonl").write_text("".join(lines))
+    return run
+
+
+def test_a_run_that_is_done(tmp_path: Path) -> None:
+    run = bare_run(tmp_path / "mine", [step / 40 for step in range(40)])
+    with_evaluations(run, step0=0.1, step10=0.7, step20=0.6, step40=0.65)
+    for step in (10, 40):
+        (run / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
+    assert ending_of(read_run(run), 3723.0, "rlgen report mine") == [
+        f"done: 40 of 40 steps, 1h02m since the command; {run}",
+        "reward: 0.038 in the first 4 steps, 0.938 in the last 4 steps",
+        "evaluation: 0.100 before step 1, 0.700 after step 10 (best), 0.650 after step 40",
+        f"best checkpoint: {run}/checkpoints/step_000010",
+        "next: rlgen report mine",
+    ]
+
+
+def test_a_run_that_was_stopped(tmp_path: Path) -> None:
+    run = bare_run(tmp_path / "mine", [0.25, None, 0.5], steps=100)
+    (run / "checkpoints" / "step_000003").mkdir(parents=True)
+    assert ending_of(read_run(run), 5.0, "rlgen train r.yaml --resume") == [
+        f"stopped: 3 of 100 steps, 0:05 since the command; {run}",
+        "reward: 0.250 in the first step, 0.500 in the last step",
+        f"newest checkpoint: {run}/checkpoints/step_000003",
+        "next: rlgen train r.yaml --resume",
+    ]
+
+
+def test_nothing_was_trained(tmp_path: Path) -> None:
+    run = bare_run(tmp_path / "mine", [], steps=4)
+    assert ending_of(read_run(run), 5.0, "x") == [f"stopped: 0 of 4 steps, 0:05 since the command; {run}", "next: x"]
+    with_evaluations(bare_run(tmp_path / "other", [0.5], steps=4), step0=None)
+    only = with_evaluations(bare_run(tmp_path / "third", [0.5], steps=1), step1=0.5)
+    assert ending_of(read_run(only), 5.0, "x")[2] == "evaluation: 0.500 after step 1 (best)"
+
+
+def test_a_folder_that_another_command_has_taken_meanwhile(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("{")
+    for run in (tmp_path / "gone", tmp_path):
+        assert last_lines(run, 1.0) == [f"the run has ended; another command uses {run} now"]

@@ -4,26 +4,26 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers.browser import browser, console, needs_browser, open_page, requests
+from helpers.browser import browser, console, needs_browser, open_page, requests, texts_of
 from helpers.runs import bare_run, make_run
 from matplotlib.figure import Figure
 from rich.console import Console
 from selenium.webdriver import Chrome
 from typer.testing import CliRunner
 
-from rlgen.analysis.aligned import metric_chart, other_charts
-from rlgen.analysis.charts import Chart, Line
-from rlgen.analysis.comparison import compare
-from rlgen.analysis.groups import differences_of, groups_of
+from rlgen.analysis.aligned import grouped, metric_chart, other_charts
+from rlgen.analysis.charts import Chart, Line, chart_of
+from rlgen.analysis.comparison import compare, differences_of
 from rlgen.analysis.interval import of_series
-from rlgen.analysis.page import ASSETS, island
 from rlgen.analysis.plot import HEIGHT, plot
 from rlgen.analysis.png import COLOURS, paint
+from rlgen.analysis.report import ASSETS, island
 from rlgen.analysis.run import Run, read_run
 from rlgen.cli.app import app
 from rlgen.errors import SetupError, UsageError
@@ -38,10 +38,7 @@ HOSTILE = "</script><script>document.title='pwned'</script><img src=x onerror=al
 
 def seeds(folder: Path, name: str, ends: Sequence[float], recipe: dict[str, Any]) -> list[Run]:
     """Runs of 40 steps, one for each seed: 0 for 30 steps, then that reward."""
-    return [
-        read_run(bare_run(folder / f"{name}-{seed}", [0.0] * 30 + [end] * 10, seed=seed, recipe=recipe))
-        for seed, end in enumerate(ends)
-    ]
+    return [single(folder, f"{name}-{seed}", [0.0] * 30 + [end] * 10, seed=seed, recipe=recipe) for seed, end in enumerate(ends)]
 
 
 def single(folder: Path, name: str, rewards: Sequence[float | str | None], **options: Any) -> Run:
@@ -57,19 +54,16 @@ def command(*arguments: object, width: int = 80) -> str:
     return done.output
 
 
-# --- groups and recipes ----------------------------------------------------------------------------------------------
-
-
 def test_runs_that_differ_only_in_the_seed_are_a_group(tmp_path: Path) -> None:
     grpo, rloo = seeds(tmp_path, "grpo", [1, 1, 1], GRPO), seeds(tmp_path, "rloo", [1, 1], RLOO)
-    groups = groups_of([grpo[0], rloo[0], grpo[1], rloo[1], grpo[2]])
+    groups = grouped([grpo[0], rloo[0], grpo[1], rloo[1], grpo[2]])
     assert [(group.letter, list(group.runs), group.again) for group in groups] == [("A", grpo, False), ("B", rloo, False)]
     assert [group.seeds for group in groups] == [[0, 1, 2], [0, 1]]
 
 
 def test_a_repetition_is_a_group_of_its_own(tmp_path: Path) -> None:
     first, second = seeds(tmp_path / "first", "grpo", [1, 2], GRPO), seeds(tmp_path / "second", "grpo", [1, 2], GRPO)
-    groups = groups_of([*first, *second])
+    groups = grouped([*first, *second])
     assert [(group.letter, list(group.runs), group.again) for group in groups] == [("A", first, False), ("B", second, True)]
     comparison = compare([*first, *second], REWARD, "step")
     assert "B repeats the recipe and the seeds of an earlier group" in comparison.notes
@@ -85,15 +79,9 @@ def test_only_keys_that_differ_and_have_an_effect(tmp_path: Path) -> None:
     assert found["run.seed"] == {left: 0, right: 7}
     assert not {"run.name", "run.dir", "trainer.cispo_max", "optim.schedule"} & set(found)
     assert [key.split(".")[0] for key in found] == ["run"] + ["trainer"] * (len(found) - 2) + ["optim"], "in the recipe's order"
-
-
-def test_lists_of_different_length_differ(tmp_path: Path) -> None:
-    left, right = single(tmp_path, "two", [1.0]), single(tmp_path, "one", [1.0], recipe={"rewards": [{"use": "exact_match"}]})
-    found = differences_of([left, right])
+    shorter = single(tmp_path, "shorter", [1.0], recipe={**GRPO, "rewards": [{"use": "exact_match"}]})
+    found = differences_of([left, shorter])
     assert found["rewards.1.use"] == {left: "length"} and "rewards.0.use" not in found
-
-
-# --- curves ----------------------------------------------------------------------------------------------------------
 
 
 def lines(chart: Chart) -> dict[str, Line]:
@@ -104,23 +92,21 @@ def test_curves_by_tokens_and_time(tmp_path: Path) -> None:
     """10 and 20 tokens a step: at 20 tokens the first run has taken two steps and the second one."""
     left = single(tmp_path, "left", [1.0, 2.0, 4.0], tokens=10)
     right = single(tmp_path, "right", [10.0, 20.0], tokens=20, recipe=RLOO)
-    by_tokens = metric_chart(groups_of([left, right]), REWARD, "tokens")
+    by_tokens = metric_chart(grouped([left, right]), REWARD, "tokens")
     assert (list(by_tokens.x), by_tokens.axis) == ([10, 20, 30, 40], "tokens")
     assert lines(by_tokens)["A"].values == [1.0, 2.0, 4.0, None] and lines(by_tokens)["B"].values == [None, 10.0, 15.0, 20.0]
-    by_time = metric_chart(groups_of([left, right]), REWARD, "time")
+    by_time = metric_chart(grouped([left, right]), REWARD, "time")
     assert (list(by_time.x), by_time.axis) == ([2, 4, 6], "seconds") and lines(by_time)["B"].values == [10.0, 20.0, None]
-    by_step = metric_chart(groups_of([left, right]), REWARD, "step")
+    by_step = metric_chart(grouped([left, right]), REWARD, "step")
     assert (list(by_step.x), by_step.axis) == ([1, 2, 3], "step") and lines(by_step)["B"].values == [10.0, 20.0, None]
 
 
 def test_bands_of_seeds(tmp_path: Path) -> None:
     """Three: Student's interval, 4.302653 / sqrt(3) deviations. Two: from one to the other. A curve ends with the shortest."""
     three = [single(tmp_path, f"a{seed}", [reward, reward], seed=seed) for seed, reward in enumerate((1.0, 2.0, 3.0))]
-    two = [
-        single(tmp_path, f"b{seed}", rewards, seed=seed, recipe=RLOO, steps=3)
-        for seed, rewards in enumerate(([5.0, 6.0], [7.0, 9.0, 9.0]))
-    ]
-    chart = metric_chart(groups_of([*three, *two]), REWARD, "step")
+    uneven = enumerate(([5.0, 6.0], [7.0, 9.0, 9.0]))
+    two = [single(tmp_path, f"b{seed}", rewards, seed=seed, recipe=RLOO, steps=3) for seed, rewards in uneven]
+    chart = metric_chart(grouped([*three, *two]), REWARD, "step")
     found, reach = lines(chart), 4.302653 / math.sqrt(3)
     assert found["A"].values == [2.0, 2.0, None] and found["A"].low is not None and found["A"].high is not None
     assert (found["A"].low[1], found["A"].high[1]) == pytest.approx((2 - reach, 2 + reach))
@@ -129,27 +115,24 @@ def test_bands_of_seeds(tmp_path: Path) -> None:
 
 def test_a_missing_value_is_a_gap(tmp_path: Path) -> None:
     run, other = single(tmp_path, "a", [1.0, "nan", 3.0, 4.0]), single(tmp_path, "b", [1.0] * 4, recipe=RLOO)
-    found = lines(metric_chart(groups_of([run, other]), REWARD, "step"))
+    found = lines(metric_chart(grouped([run, other]), REWARD, "step"))
     assert found["A"].values == [1.0, None, 3.0, 4.0] and found["A"].low is None
-    loose = {chart.title: chart for chart in other_charts(groups_of([run, other]), "step")}
+    loose = {chart.title: chart for chart in other_charts(grouped([run, other]), "step")}
     assert lines(loose["Reward"])["A"].values == [1.0, None, 3.0, 4.0]
 
 
 def test_every_curve_of_a_report_is_compared(tmp_path: Path) -> None:
     left = read_run(make_run(tmp_path / "left", steps=6, tokens=4))
     right = read_run(make_run(tmp_path / "right", steps=6, tokens=4, recipe=RLOO))
-    charts = {chart.title: chart for chart in other_charts(groups_of([left, right]), "step")}
+    charts = {chart.title: chart for chart in other_charts(grouped([left, right]), "step")}
     assert {"Reward", "Rewards by name: exact_match", "Time of a step: train", "Speed", "Evaluation: reward"} <= set(charts)
     assert list(lines(charts["Gradient norm"])["B"].values) == [record["grad_norm"] for record in right.metrics]
     evaluation = charts["Evaluation: reward"]
     assert (evaluation.group, list(evaluation.x)) == ("Evaluation", [0, 2, 3, 4, 5, 6])
     assert lines(evaluation)["A"].values == [record["eval/reward/mean"] for record in left.evaluations]
     assert not any(chart.stacked for chart in charts.values()) and charts["KL of engine and trainer"].log
-    by_tokens = {chart.title: chart for chart in other_charts(groups_of([left, right]), "tokens")}["Evaluation: reward"]
+    by_tokens = {chart.title: chart for chart in other_charts(grouped([left, right]), "tokens")}["Evaluation: reward"]
     assert by_tokens.x[0] == 0 and lines(by_tokens)["A"].values[0] == left.evaluations[0]["eval/reward/mean"]
-
-
-# --- verdicts --------------------------------------------------------------------------------------------------------
 
 
 def test_the_verdict_over_seeds(tmp_path: Path) -> None:
@@ -164,9 +147,8 @@ def test_the_verdict_over_seeds(tmp_path: Path) -> None:
     assert (verdict.estimate.method, verdict.place) == ("Welch's t over seeds", "steps 31 to 40")
     assert comparison.row_of(comparison.groups[0])[1:] == ("0, 1, 2", "40", "0.82 (0.77 to 0.87)") and comparison.notes == []
     (other_way,) = compare([*rloo, *grpo], REWARD, "step").verdicts
-    assert other_way.sentence == "B is better than A by 0.1 (0.0547 to 0.145)" and other_way.estimate.difference == pytest.approx(
-        -0.1
-    )
+    assert other_way.sentence == "B is better than A by 0.1 (0.0547 to 0.145)"
+    assert other_way.estimate.difference == pytest.approx(-0.1)
 
 
 APART = "A is better than B by 0.35 (0.35 to 0.35)"
@@ -177,13 +159,7 @@ APART = "A is better than B by 0.35 (0.35 to 0.35)"
     [
         ([0.2, 0.8], [0.1, 0.7], "no difference can be seen: A minus B is 0.1 (-1.73 to 1.93)", "2 and 2 seeds", []),
         ([0.8, 0.9], [0.5], APART, "B has one seed, which proves little", []),
-        (
-            [0.8, 0.9, math.nan],
-            [0.5, math.nan],
-            "A is better than B by 0.35 (0.35 to 0.35)",
-            "B has one seed",
-            ["grpo-2", "rloo-1"],
-        ),
+        ([0.8, 0.9, math.nan], [0.5, math.nan], APART, "B has one seed", ["grpo-2", "rloo-1"]),
     ],
     ids=["vary more than they differ", "one beside the mean of several", "one without numbers is left out"],
 )
@@ -203,9 +179,8 @@ def test_the_verdict_over_steps(tmp_path: Path) -> None:
     (verdict,) = comparison.verdicts
     assert verdict.estimate.interval == of_series((left - np.append(right, np.zeros(40)))[45:60]), "of the steps that both have"
     assert verdict.higher == "A" and verdict.place == "steps 46 to 60" and verdict.estimate.method == "block bootstrap over steps"
-    assert (
-        verdict.estimate.basis.endswith("one seed each proves little") and "15 steps (block bootstrap" in verdict.estimate.basis
-    )
+    basis = verdict.estimate.basis
+    assert basis.endswith("one seed each proves little") and "15 steps (block bootstrap" in basis
     assert comparison.notes == ["the runs end at different steps: a curve of several seeds ends with the shortest run"]
 
 
@@ -220,25 +195,13 @@ def test_each_group_is_compared_with_the_first(tmp_path: Path) -> None:
     assert comparison.notes == ["each of the 2 intervals holds with 95 %, not all of them together"]
 
 
-@pytest.mark.parametrize(
-    "metric, word",
-    [
-        ("reward/mean", "better"),
-        ("reward/exact_match/mean", "better"),
-        ("eval/reward/mean", "better"),
-        ("eval/pass@8", "better"),
-        ("reward/std", "higher"),
-        ("loss", "higher"),
-        ("eval/completions/truncated", "higher"),
-    ],
-)
-def test_more_is_not_always_better(tmp_path: Path, metric: str, word: str) -> None:
-    runs = seeds(tmp_path, "a", [2, 2.1], GRPO) + seeds(tmp_path, "b", [1, 1.1], RLOO)
-    for run in runs:
-        text = (run.path / "metrics.jsonl").read_text().replace(REWARD, metric)
-        (run.path / "metrics.jsonl").write_text(text)
-    (verdict,) = compare([read_run(run.path) for run in runs], metric, "step").verdicts
-    assert verdict.sentence.startswith(f"A is {word} than B by 1 (")
+def test_more_is_not_always_better(tmp_path: Path) -> None:
+    found = compare(seeds(tmp_path, "a", [2, 2.1], GRPO) + seeds(tmp_path, "b", [1, 1.1], RLOO), REWARD, "step").verdicts[0]
+    words = {"better": ("reward/mean", "reward/exact_match/mean", "eval/reward/mean", "eval/pass@8", "dpo/accuracy")}
+    words["higher"] = ("reward/std", "loss", "eval/completions/truncated")
+    for word, metrics in words.items():
+        for metric in metrics:
+            assert replace(found, metric=metric).sentence.startswith(f"A is {word} than B by 1 ("), metric
 
 
 def test_a_metric_that_few_steps_have(tmp_path: Path) -> None:
@@ -253,9 +216,6 @@ def test_a_metric_that_few_steps_have(tmp_path: Path) -> None:
     assert list(verdict.steps) == [28, 32] and verdict.estimate.difference == pytest.approx(0.5)
 
 
-# --- odd runs --------------------------------------------------------------------------------------------------------
-
-
 def test_a_run_that_was_killed(tmp_path: Path) -> None:
     """Its status still says that it runs, and its last line is torn."""
     killed = bare_run(tmp_path / "dead", [0.1] * 12, steps=100, state="running")
@@ -264,10 +224,8 @@ def test_a_run_that_was_killed(tmp_path: Path) -> None:
     other = bare_run(tmp_path / "well", [0.9] * 100, recipe=RLOO)
     said = command(killed, other)
     assert "note: dead: killed, at step 12 of 100" in said and "note: the runs end at different steps" in said
-    assert (
-        "reward/mean, steps 10 to 12; no interval: both sides have a number at" in said
-        and "no verdict: A minus B is -0.8" in said
-    )
+    assert "reward/mean, steps 10 to 12; no interval: both sides have a number at" in said
+    assert "no verdict: A minus B is -0.8" in said
 
 
 @pytest.mark.fault(82)
@@ -339,29 +297,27 @@ def test_other_versions_of_rlgen_are_said(tmp_path: Path) -> None:
     assert "different versions of rlgen: 0.0.9 (0123456789+), 0.1.0 (abc123)" in " ".join(command(*runs).split())
 
 
-# --- what is shown ---------------------------------------------------------------------------------------------------
-
-
 def test_a_chart_of_letters() -> None:
     """Two lines that cross in the middle, a third with a band, and a gap at its end."""
     x = list(range(61))
     band = Line(label="C", values=[30.0] * 40 + [None] * 21, low=[20.0] * 40 + [None] * 21, high=[40.0] * 40 + [None] * 21)
-    chart = Chart(
-        group="", title="", unit="", what="", x=x, lines=[Line(label="A", values=x), Line(label="B", values=x[::-1]), band]
-    )
+    chart = chart_of("", "", "", x, [Line(label="A", values=x), Line(label="B", values=x[::-1]), band])
     drawn = [line.plain for line in plot(chart, 68)]
     assert len(drawn) == HEIGHT + 2 and {len(line) for line in drawn} == {68}
     rows = [line.partition("│ ")[2] for line in drawn[:HEIGHT]]
     assert (rows[0][0], rows[0][-1], rows[-1][0], rows[-1][-1]) == ("B", "A", "A", "B")
-    assert [line[:4] for line in drawn if line[:4].strip()] == ["  60", "27.7", "   0"] and drawn[-1].split() == [
-        "step",
-        "0",
-        "60",
-    ]
+    assert [line[:4] for line in drawn if line[:4].strip()] == ["  60", "27.7", "   0"]
+    assert drawn[-1].split() == ["step", "0", "60"]
     assert all(row[30] in " *·" for row in rows) and sum(row[30] == "*" for row in rows) == 1
     assert [row[10] for row in rows].count("·") >= 3 and all(row[45] in " AB" for row in rows), "no band where C has ended"
     assert "".join(row[10] for row in rows).count("C") == 1
-    assert plot(Chart(group="", title="", unit="", what="", x=[], lines=[Line(label="A", values=[])]), 66) == []
+    assert plot(chart_of("", "", "", [], [Line(label="A", values=[])]), 66) == []
+    # A letter has the same colour as in the table, which takes it from the same list.
+    console = Console(force_terminal=True, color_system="standard", width=40, record=True)
+    with console.capture() as caught:
+        for line in plot(chart_of("", "", "", [0, 1], [Line(label="A", values=[0.0, 1.0])]), 40):
+            console.print(line)
+    assert "\x1b[1;34mA" in caught.get()
 
 
 def test_the_page_in_a_terminal(tmp_path: Path) -> None:
@@ -369,9 +325,8 @@ def test_the_page_in_a_terminal(tmp_path: Path) -> None:
     runs = seeds(tmp_path, "grpo", [0.8, 0.82, 0.84], GRPO) + seeds(tmp_path, "rloo", [0.7, 0.72, 0.74], RLOO)
     for width in (80, 160):
         said = command(*(run.path for run in runs), width=width)
-        places = [
-            said.index(part) for part in ("grpo-0, grpo-1", "Differences of the recipes", "reward/mean by step", "A is better")
-        ]
+        parts = ("grpo-0, grpo-1", "Differences of the recipes", "reward/mean by step", "A is better")
+        places = [said.index(part) for part in parts]
         assert places == sorted(places) and "\x1b" not in said
         assert re.search(r"^A  grpo-0, grpo-1, grpo-2 +0, 1, 2 +40 +0.82 \(0.77 to 0.87\)", said, re.M)
         assert re.search(r"^trainer.kind +grpo +rloo", said, re.M)
@@ -380,20 +335,17 @@ def test_the_page_in_a_terminal(tmp_path: Path) -> None:
 
 
 def test_two_seeds_of_one_recipe_are_two_curves_and_no_verdict(tmp_path: Path) -> None:
-    found = compare(seeds(tmp_path, "grpo", [0.8, 0.82], GRPO), REWARD, "step")
+    same = seeds(tmp_path, "grpo", [0.8, 0.82], GRPO)
+    found = compare(same, REWARD, "step")
     assert [line.label for line in found.chart.lines] == ["A", "B"] and found.chart.lines[0].values != found.chart.lines[1].values
     assert found.differing == [["run.seed", "0", "1"]] and not found.verdicts
     assert found.notes == ["the recipes differ only in the seed, so there is no verdict"]
-
-
-def test_seeds_that_both_groups_have_are_no_difference(tmp_path: Path) -> None:
-    runs = seeds(tmp_path, "grpo", [0.8, 0.82], GRPO) + seeds(tmp_path, "rloo", [0.7, 0.72], RLOO)
-    comparison = compare(runs, REWARD, "step")
-    keys = [row[0] for row in comparison.differing]
-    assert "run.seed" in comparison.differences and "run.seed" not in keys
-    assert comparison.differing[0] == ["trainer.kind", "grpo", "rloo"]
-    same = seeds(tmp_path / "again", "grpo", [0.8, 0.82, 0.81], GRPO)
-    assert compare(same, REWARD, "step").differing == [] and "The recipes are the same." in command(*(run.path for run in same))
+    # Seeds that both groups have are no difference.
+    both = compare([*same, *seeds(tmp_path, "rloo", [0.7, 0.72], RLOO)], REWARD, "step")
+    assert "run.seed" in both.differences and "run.seed" not in [row[0] for row in both.differing]
+    assert both.differing[0] == ["trainer.kind", "grpo", "rloo"]
+    three = seeds(tmp_path / "again", "grpo", [0.8, 0.82, 0.81], GRPO)
+    assert compare(three, REWARD, "step").differing == [] and "The recipes are the same." in command(*(run.path for run in three))
 
 
 def test_one_json_object(tmp_path: Path) -> None:
@@ -440,7 +392,7 @@ def test_the_curves_as_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_more_lines_than_colours_are_drawn() -> None:
     axes = Figure().subplots()
     named = [Line(label=chr(65 + place), values=[0.0, 1.0]) for place in range(len(COLOURS) + 2)]
-    paint(axes, Chart(group="Evaluation", title="Evaluation: mine", unit="s", what="", x=[1, 2], lines=named, axis="tokens"))
+    paint(axes, replace(chart_of("", "Evaluation", "Evaluation: mine", [1, 2], named), unit="s", axis="tokens"))
     assert len(axes.lines) == len(named) and axes.get_xlabel() == "tokens" and axes.get_title("left") == "Evaluation: mine (s)"
 
 
@@ -448,9 +400,8 @@ def test_more_lines_than_colours_are_drawn() -> None:
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of two runs and of a third, by tokens."""
     folder = tmp_path_factory.mktemp("compared")
-    runs = [
-        make_run(folder / f"grpo-{seed}", steps=6, tokens=4, seed=seed, recipe={"data": {"system": HOSTILE}}) for seed in (0, 1)
-    ]
+    hostile = {"data": {"system": HOSTILE}}
+    runs = [make_run(folder / f"grpo-{seed}", steps=6, tokens=4, seed=seed, recipe=hostile) for seed in (0, 1)]
     runs.append(make_run(folder / "rloo", steps=6, tokens=4, recipe=RLOO))
     command(*runs, "--by", "tokens", "--html", "--out", folder / "compare.html")
     return folder / "compare.html"
@@ -468,15 +419,9 @@ def test_a_browser_shows_it(page: Path, driver: Chrome) -> None:
     requests(driver)
     open_page(driver, page)
     assert driver.title == "grpo-0 … and rloo – rlgen compare"
-
-    def texts(selector: str) -> list[str]:
-        script = "return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent)"
-        return [str(text) for text in driver.execute_script(script, selector)]
-
-    assert [text for text in texts("#differences td") if "pwned" in text] == [
-        HOSTILE.replace("\x1b", "\\x1b").replace("\u202e", "\\u202e")
-    ]
-    assert texts("#runs tbody td")[:4] == ["A", "grpo-0, grpo-1", "0, 1", "6"] and len(texts(".tile")) == 1
+    escaped = HOSTILE.replace("\x1b", "\\x1b").replace("\u202e", "\\u202e")
+    assert [text for text in texts_of(driver, "#differences td") if "pwned" in text] == [escaped]
+    assert texts_of(driver, "#runs tbody td")[:4] == ["A", "grpo-0, grpo-1", "0, 1", "6"] and len(texts_of(driver, ".tile")) == 1
     first = "document.querySelector('figure.chart')"
     assert driver.execute_script(f"return {first}.querySelectorAll('path.line').length") == 2
     assert driver.execute_script(f"return {first}.querySelectorAll('path.band.series-0').length") == 1
@@ -484,8 +429,9 @@ def test_a_browser_shows_it(page: Path, driver: Chrome) -> None:
         f"const plot = {first}.querySelector('svg'), box = plot.getBoundingClientRect();"
         "plot.dispatchEvent(new PointerEvent('pointermove', {clientX: box.left + 60, bubbles: true}))"
     )
-    assert re.fullmatch(r"tokens [\d,]+", texts("figure.chart .at")[0]) and texts("figure.chart .legend")[0].startswith("A ")
-    assert texts("nav a") == ["Runs", "Differences of the recipes", "Curves"]
+    assert re.fullmatch(r"tokens [\d,]+", texts_of(driver, "figure.chart .at")[0])
+    assert texts_of(driver, "figure.chart .legend")[0].startswith("A ")
+    assert texts_of(driver, "nav a") == ["Runs", "Differences of the recipes", "Curves"]
     assert console(driver) == [] and requests(driver) == []
 
 
@@ -496,13 +442,3 @@ def test_the_page_fits_the_screen(page: Path, width: int, dark: bool) -> None:
         open_page(opened, page)
         assert opened.execute_script("return document.documentElement.scrollWidth") == width
         assert console(opened) == []
-
-
-def test_colours_in_a_terminal() -> None:
-    """A letter has the same colour in the chart as in the table, which takes it from the same list."""
-    chart = Chart(group="", title="", unit="", what="", x=[0, 1], lines=[Line(label="A", values=[0.0, 1.0])])
-    console = Console(force_terminal=True, color_system="standard", width=40, file=None, record=True)
-    with console.capture() as caught:
-        for line in plot(chart, 40):
-            console.print(line)
-    assert "\x1b[1;34mA" in caught.get()

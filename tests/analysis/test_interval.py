@@ -78,8 +78,7 @@ def test_intervals_of_a_series_cover(correlation: float, length: int, least: flo
     """Of 1000 intervals; those that take neighbours for independent are told apart."""
     rows = autoregressive(np.random.default_rng(2), correlation, 1000, length)
     intervals = [of_series(row) for row in rows]
-    share = float(np.mean([one.low < 0 < one.high for one in intervals]))
-    naive = float(np.mean([one.low < 0 < one.high for one in map(of_mean, rows)]))
+    share, naive = (float(np.mean([one.low < 0 < one.high for one in found])) for found in (intervals, map(of_mean, rows)))
     assert least <= share <= 0.98, share
     assert (naive < 0.8) == (correlation > 0), naive
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.browser import browser, console, needs_browser, open_page, requests, wait
+from conftest import read_jsonl
+from helpers.browser import browser, console, needs_browser, open_page, requests, texts_of, wait
 from helpers.rollouts import rollout_rows
 from helpers.runs import Row, Words, make_run, write_rows
 from selenium.webdriver import Chrome
@@ -21,10 +22,9 @@ from typer.testing import CliRunner
 
 from rlgen.analysis.charts import charts_of
 from rlgen.analysis.pack import BYTES, Code, choose, halves, piece, short, tokenizer_of, weights_of
-from rlgen.analysis.page import ASSETS, island
-from rlgen.analysis.report import SCRIPTS
+from rlgen.analysis.report import ASSETS, SCRIPTS, island
 from rlgen.analysis.run import read_run
-from rlgen.analysis.summary import duration, facts_of, verdicts_of
+from rlgen.analysis.summary import duration, summary_of, verdicts_of
 from rlgen.cli.app import app
 from rlgen.recipe.trainers import CorrectionRecipe
 from rlgen.rollout.samples import Ragged
@@ -49,11 +49,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     path = make_run(folder / "mine", steps=4).rename(folder / "<b>mine")
     words = Words.of(path / "checkpoints" / "step_000004")
-    rows = [
-        Row(completion=HOSTILE, answer=HOSTILE, reward=0.5, gap=0.3),
-        Row(completion="", reward=None, trained=False, error=f"error: {HOSTILE}"),
-    ]
-    write_rows(path, 5, rows, 2, words)
+    failed = Row(completion="", reward=None, trained=False, error=f"error: {HOSTILE}")
+    write_rows(path, 5, [Row(completion=HOSTILE, answer=HOSTILE, reward=0.5, gap=0.3), failed], 2, words)
     words.save(path / "checkpoints" / "step_000005")
     report(path)
     return path
@@ -88,10 +85,8 @@ def test_what_the_model_wrote_is_never_markup(run: Path, proof: Proof) -> None:
     assert len(re.findall("<script", text)) == len(parts(run / "report.html")) + 1
     texts = json.loads(unpacked(parts(run / "report.html")["texts-0"]))
     assert HOSTILE in texts["completions"] and texts["prompts"][-1]["data"] == {"answer": HOSTILE}
-    for name in SCRIPTS:
-        assert not re.search(
-            r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function", (ASSETS / name).read_text()
-        )
+    parses = r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function"
+    assert not any(re.search(parses, (ASSETS / name).read_text()) for name in SCRIPTS)
     proof(f"a completion of {len(HOSTILE)} characters of markup is in the page's data, and nowhere in its markup")
 
 
@@ -114,9 +109,7 @@ def test_the_tokens_are_what_was_stored(run: Path) -> None:
     ids = np.array(pieces["ids"])[planes[:4].T.copy().view("<u4")[:, 0]]
     engine, delta = (planes[place : place + 2].T.copy().view("<f2")[:, 0].astype(float) / 256 for place in (4, 6))
     flat = {name: np.concatenate([row[name] for row in stored]) for name in ("completion_ids", "sampler_logp", "loss_mask")}
-    policy = np.concatenate(
-        [row["policy_logp"] if row["policy_logp"] else [np.nan] * len(row["completion_ids"]) for row in stored]
-    )
+    policy = np.concatenate([row["policy_logp"] or [np.nan] * len(row["completion_ids"]) for row in stored])
     assert (ids == flat["completion_ids"]).all() and (planes[8] & 1 == flat["loss_mask"]).all()
     np.testing.assert_allclose(engine, flat["sampler_logp"], rtol=2.5e-3, atol=1e-9)
     np.testing.assert_allclose(delta, policy - flat["sampler_logp"], rtol=2.5e-3, atol=1e-9)
@@ -188,19 +181,16 @@ def test_charts_and_numbers_of_a_run(run: Path) -> None:
     charts = {chart.title: chart for chart in charts_of(made)}
     reward = charts["Reward"].lines[0]
     assert list(reward.values) == [record["reward/mean"] for record in made.metrics]
-    assert reward.low is not None and reward.low[2] == pytest.approx(
-        made.metrics[2]["reward/mean"] - made.metrics[2]["reward/std"]
-    )
-    assert [title for title, chart in charts.items() if chart.group == "Evaluation"] == [
-        "Evaluation: reward",
-        "Evaluation: truncated completions",
-    ]
+    third = made.metrics[2]
+    assert reward.low is not None and reward.low[2] == pytest.approx(third["reward/mean"] - third["reward/std"])
+    evaluated = [title for title, chart in charts.items() if chart.group == "Evaluation"]
+    assert evaluated == ["Evaluation: reward", "Evaluation: truncated completions"]
     evaluation = charts["Evaluation: reward"]
     assert (evaluation.group, list(evaluation.x)) == ("Evaluation", [0, 2, 3, 4])
     assert evaluation.lines[0].high == [record["eval/reward/mean_high"] for record in made.evaluations]
     assert [line.label for line in charts["Rewards by name"].lines] == ["exact_match", "length"]
     assert charts["Speed"].lines[0].values[0] == pytest.approx(made.metrics[0]["tokens/generated"] / made.metrics[0]["time/step"])
-    facts = {fact.label: fact for fact in facts_of(made, verdicts_of(made))}
+    facts = {fact.label: fact for fact in summary_of(made, verdicts_of(made))}
     assert facts["Reward, last tenth"].value == f"{made.metrics[-1]['reward/mean']:.3g}"
     low, high = (made.evaluations[-1][f"eval/reward/mean{edge}"] for edge in ("_low", "_high"))
     assert facts["Evaluation, reward"].note.startswith(f"{low:.3g} to {high:.3g} at step 4; ")
@@ -211,7 +201,7 @@ def test_charts_and_numbers_of_a_run(run: Path) -> None:
 def test_counts_of_failures_that_stay_0_are_not_drawn(tmp_path: Path) -> None:
     path = make_run(tmp_path / "evaluated", steps=2)
     for failed in (0, 3):
-        lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        lines = read_jsonl(path / "metrics.jsonl")
         counts = {"eval/reward/unscored": failed, "eval/reward/exact_match/failed": 0, "eval/pass@1": 0.0}
         found = [line | counts if "eval/reward/mean" in line else line for line in lines]
         (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in found))
@@ -221,23 +211,18 @@ def test_counts_of_failures_that_stay_0_are_not_drawn(tmp_path: Path) -> None:
 
 
 def test_verdicts_are_those_of_the_rules(tmp_path: Path) -> None:
-    path = make_run(
-        tmp_path / "ill",
-        steps=8,
-        recipe={"health": {"entropy": {"threshold": 0.5, "steps": 2}, "truncated": {"threshold": 0.0, "steps": 1}}},
-    )
-    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    health = {"entropy": {"threshold": 0.5, "steps": 2}, "truncated": {"threshold": 0.0, "steps": 1}}
+    path = make_run(tmp_path / "ill", steps=8, recipe={"health": health})
+    lines = read_jsonl(path / "metrics.jsonl")
     for line in lines:
         line["entropy"] = 0.1 if line["step"] in (3, 4, 5) else 1.0
         line["completions/truncated"] = float(line["step"] == 8)
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 9, "lo')
     verdicts = verdicts_of(read_run(path))
-    assert [(one.name, one.state, list(one.steps)) for one in verdicts[:2]] == [
-        ("truncated", "broken", [8]),
-        ("entropy", "was broken", [4, 5]),
-    ]
+    bad = [(one.name, one.state, list(one.steps)) for one in verdicts[:2]]
+    assert bad == [("truncated", "broken", [8]), ("entropy", "was broken", [4, 5])]
     assert {one.state for one in verdicts[2:]} == {"well", "not measured"}
-    assert facts_of(read_run(path), verdicts)[2].note == "truncated"
+    assert summary_of(read_run(path), verdicts)[2].note == "truncated"
 
 
 @pytest.mark.fault(83)
@@ -259,10 +244,6 @@ def driver(run: Path) -> Iterator[Chrome]:
         yield opened
 
 
-def text_of(driver: Chrome, selector: str) -> str:
-    return str(driver.execute_script("return document.querySelector(arguments[0]).textContent", selector))
-
-
 def put(driver: Chrome, name: str, value: str, event: str = "input") -> None:
     """Changes a control as a person does, and waits for the list."""
     driver.execute_script(
@@ -275,12 +256,12 @@ def test_a_browser_shows_it(run: Path, driver: Chrome) -> None:
     """Opens the report, filters, clicks a bar and a curve, and reads a completion token by token. No error, no request."""
     requests(driver)
     open_page(driver, run / "report.html", "document.body.dataset.texts === 'ready'")
-    assert text_of(driver, "h1").startswith("<b>mine") and driver.title.startswith("<b>mine")
-    assert text_of(driver, "#count") == "66 of 66"
+    assert texts_of(driver, "h1")[0].startswith("<b>mine") and driver.title.startswith("<b>mine")
+    assert texts_of(driver, "#count")[0] == "66 of 66"
     put(driver, "reward-low", "0.5")
     stored = rollout_rows(run)
     high = [row for row in stored if row["reward"] is not None and row["reward"] >= 0.5]
-    assert text_of(driver, "#count") == f"{len(high)} of 66"
+    assert texts_of(driver, "#count")[0] == f"{len(high)} of 66"
     driver.execute_script("find('all').click()")
     put(driver, "text", "PWNED")
     wait(driver, "find('count').textContent === '2 of 66'")
@@ -297,16 +278,16 @@ def test_a_browser_shows_it(run: Path, driver: Chrome) -> None:
     driver.execute_script(
         f"const box = {plot}.getBoundingClientRect(); {plot}.dispatchEvent(new MouseEvent('click', {{clientX: box.right - 12}}))"
     )
-    assert (text_of(driver, "#count"), driver.execute_script("return find('step-low').value")) == ("16 of 66", "4")
+    assert (texts_of(driver, "#count")[0], driver.execute_script("return find('step-low').value")) == ("16 of 66", "4")
     driver.execute_script("find('all').click()")
     put(driver, "step-low", "5")
     driver.execute_script("document.querySelector('#list li').click()")
     wait(driver, "document.body.dataset.chosen === '5.4.0'")
     row = stored[-2]
     assert row["completion"] == HOSTILE
-    shown = text_of(driver, "pre.completion")
+    shown = texts_of(driver, "pre.completion")[0]
     assert shown == HOSTILE.replace("\x1b", "\\x1b").replace("\u2028", "\\u2028").replace("\u202e", "\\u202e")
-    tokens = driver.execute_script("return [...document.querySelectorAll('.tokens span')].map((span) => span.textContent)")
+    tokens = texts_of(driver, ".tokens span")
     assert len(tokens) == len(row["completion_ids"]) and "".join(tokens[:-1]) == shown and tokens[-1] == "<|im_end|>"
     driver.execute_script("document.querySelectorAll('.tokens span')[2].click()")
     values = driver.execute_script(
@@ -314,15 +295,9 @@ def test_a_browser_shows_it(run: Path, driver: Chrome) -> None:
         "return Object.fromEntries([...document.querySelectorAll('[data-quantity]')].map(value))"
     )
     engine, trainer = row["sampler_logp"][2], row["policy_logp"][2]
-    expected = {
-        "engine": engine,
-        "trainer": trainer,
-        "difference": trainer - engine,
-        "ratio": np.exp(trainer - engine),
-        "mask": 1,
-        "advantage": 0.5,
-    }
-    expected["weight"] = min(expected["ratio"], 2.0)
+    ratio = np.exp(trainer - engine)
+    expected = {"engine": engine, "trainer": trainer, "difference": trainer - engine, "ratio": ratio}
+    expected |= {"mask": 1, "advantage": 0.5, "weight": min(ratio, 2.0)}
     assert {name: pytest.approx(value, rel=1e-2) for name, value in expected.items()} == values
     assert driver.title.startswith("<b>mine") and console(driver) == [] and requests(driver) == []
 
@@ -336,7 +311,7 @@ def test_the_pane_shows_a_rollout_of_the_list(run: Path, driver: Chrome) -> None
         put(driver, "step-low", step)
         put(driver, "step-high", step)
         wait(driver, f"document.body.dataset.chosen.startsWith('{step}.')")
-        assert text_of(driver, "#detail h3").startswith(f"Step {step},")
+        assert texts_of(driver, "#detail h3")[0].startswith(f"Step {step},")
     driver.execute_script("find('all').click()")
 
 
@@ -348,8 +323,8 @@ def test_labels_of_an_axis_differ_and_what_rounding_moves_is_flat(run: Path, dri
     chart = "new Chart({title: '', x: [1, 2], lines: [{label: '', values: arguments[0]}]}, {weight: 0, point() {}}).range()"
     low, high = driver.execute_script(f"return {chart}", [1.0, 1.0 + 1e-7])
     assert (low, high) == pytest.approx((0.888, 1.112), abs=1e-3)
-    texts_of = "[...plot.querySelectorAll('.grid + .tick')].map((one) => one.textContent)"
-    axes = f"return [...document.querySelectorAll('.plot')].map((plot) => {texts_of})"
+    ticks = "[...plot.querySelectorAll('.grid + .tick')].map((one) => one.textContent)"
+    axes = f"return [...document.querySelectorAll('.plot')].map((plot) => {ticks})"
     drawn = [texts for texts in driver.execute_script(axes) if texts]
     assert len(drawn) > 10 and all(len({*texts}) == len(texts) for texts in drawn)
 
@@ -411,7 +386,7 @@ def test_ten_thousand_rollouts(tmp_path: Path) -> None:
         before = seconds(driver)
         open_page(driver, page)
         opened = seconds(driver) - before
-        assert text_of(driver, "#count") == "10,000 of 10,000"
+        assert texts_of(driver, "#count")[0] == "10,000 of 10,000"
         wait(driver, "document.body.dataset.texts === 'ready'")
         before = seconds(driver)
         put(driver, "reward-low", "0")

@@ -4,15 +4,15 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.rollouts import rollout_rows
 from helpers.runs import Row, Words, write_rows
 from typer.testing import CliRunner
 
-from rlgen.analysis.rows import Query, Range, find, gap
+from rlgen.analysis.rows import Query, Range, find_rollouts, gap
 from rlgen.cli.app import app
 from rlgen.errors import UsageError
 
@@ -59,35 +59,23 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=str,
 )
 def test_what_is_found(run: Path, query: Query, places: list[tuple[int, int]]) -> None:
-    found = find(run, query)
+    found = find_rollouts(run, query)
     assert list(zip(found.step.tolist(), found.row.tolist(), strict=True)) == places
 
 
-def test_steps_that_are_not_there_are_an_error_with_those_that_are(run: Path) -> None:
-    with pytest.raises(UsageError, match=r"--step: .* has rollouts of 2 steps from 1 to 2, but none in this range"):
-        find(run, Query(steps=Range(7, 7)))
-
-
 def test_the_largest_gap_comes_first(run: Path) -> None:
-    found = find(run, Query(sort="-gap"))
+    found = find_rollouts(run, Query(sort="-gap"))
     assert (found.step[0], found.row[0], found.total) == (1, 1, 6)
     assert gap([-1.0, float("nan"), -2.0], [-1.5, -9.0, -2.25]) == 0.5
     assert gap([-1.0], None) is None
 
 
-@pytest.mark.parametrize(
-    "text, low, high", [("12", 12, 12), ("10:20", 10, 20), ("10:", 10, np.inf), (":20", -np.inf, 20), (":", -np.inf, np.inf)]
-)
-def test_ranges(text: str, low: float, high: float) -> None:
-    assert Range.of(text, "--step") == Range(low, high)
-
-
-@pytest.mark.parametrize(
-    "text, said", [("a", "give a number or a range"), ("1.5", "give a number"), ("9:3", "the range is empty")]
-)
-def test_ranges_that_are_none(text: str, said: str) -> None:
-    with pytest.raises(UsageError, match=f"--length {text}: {said}"):
-        Range.of(text, "--length")
+def test_ranges() -> None:
+    ends = {"12": (12, 12), "10:20": (10, 20), "10:": (10, np.inf), ":20": (-np.inf, 20), ":": (-np.inf, np.inf)}
+    assert {text: Range.of(text, "--step") for text in ends} == {text: Range(*pair) for text, pair in ends.items()}
+    for text, said in {"a": "give a number or a range", "1.5": "give a number", "9:3": "the range is empty"}.items():
+        with pytest.raises(UsageError, match=f"--length {text}: {said}"):
+            Range.of(text, "--length")
 
 
 def invoke(*arguments: str) -> str:
@@ -111,8 +99,6 @@ def test_a_page_for_people(run: Path) -> None:
 
 
 def gap_of(run: Path, step: int, row: int) -> str:
-    from helpers.rollouts import rollout_rows
-
     values = rollout_rows(run, step)[row]
     value = np.abs(np.subtract(values["sampler_logp"], values["policy_logp"])).max()
     return f"{value:.1e}"
@@ -124,13 +110,10 @@ def test_a_reward_that_failed_and_a_row_that_was_not_trained(run: Path) -> None:
     assert "\n  exact_match failed: timeout: no answer within 30 s\n" in shown
 
 
-def test_what_the_model_wrote_gives_the_terminal_no_orders(run: Path) -> None:
+def test_what_a_model_or_a_person_wrote_gives_the_terminal_no_orders(run: Path, tmp_path: Path) -> None:
     shown = invoke(str(run), "--step", "last", "--reward-below", "0.3")
     assert "\\x1b[31mred\\x1b]0;title\\x07 \\u202eturned\\u2028line </script>" in shown
     assert not set(shown) & {"\x1b", "\x07", "\u202e", "\u2028"}
-
-
-def test_the_name_of_a_folder_gives_the_terminal_no_orders(run: Path, tmp_path: Path) -> None:
     odd = shutil.copytree(run, tmp_path / "a\u202e[red]\x1b[31m")
     shown = invoke(str(odd), "--limit", "1")
     assert "a\\u202e[red]\\x1b[31m: 6 of 6 rollouts" in shown and not set(shown) & {"\x1b", "\u202e"}
@@ -141,11 +124,8 @@ def test_json_is_one_line_with_every_value(run: Path) -> None:
     got = json.loads(output.splitlines()[-1])
     assert (got["total"], got["matched"], got["page"], got["pages"]) == (4, 4, 1, 2) and len(output.splitlines()) == 1
     first = got["rollouts"][0]
-    assert (first["completion"], first["reward"], first["rewards"]) == (
-        "one",
-        0.25,
-        {"exact_match": 0.25, "length": pytest.approx(-1 / 300)},
-    )
+    assert (first["completion"], first["reward"]) == ("one", 0.25)
+    assert first["rewards"] == {"exact_match": 0.25, "length": pytest.approx(-1 / 300)}
     assert len(first["completion_ids"]) == len(first["sampler_logp"]) == len(first["policy_logp"]) == 2
     hostile = json.loads(invoke(str(run), "--text", "script", "--json"))["rollouts"]
     assert [row["completion"] for row in hostile] == [HOSTILE]
@@ -157,19 +137,18 @@ def test_json_is_one_line_with_every_value(run: Path) -> None:
         (["--sort", "rewrad"], "--sort rewrad: there is no such order; there are step, reward"),
         (["--page", "9"], "--page 9: 6 rollouts match; the last page of 10 (--limit) is 1"),
         (["--step", "x"], "--step x: give a number or a range"),
+        (["--step", "7"], "has rollouts of 2 steps from 1 to 2, but none in this range"),
     ],
 )
-def test_what_cannot_be_shown(
-    run: Path, rlgen: Callable[..., subprocess.CompletedProcess[str]], arguments: list[str], said: str
-) -> None:
-    result = rlgen("rollouts", run, *arguments)
-    assert result.returncode == 2 and said in result.stderr and result.stdout == ""
+def test_what_cannot_be_shown(run: Path, arguments: list[str], said: str) -> None:
+    done = CliRunner().invoke(app, ["rollouts", str(run), *arguments])
+    assert isinstance(done.exception, UsageError) and said in str(done.exception) and done.output == ""
 
 
 def test_a_run_without_rollouts(tmp_path: Path) -> None:
     (tmp_path / "resolved.yaml").write_text("run: {}\n")
     with pytest.raises(UsageError, match="has no rollouts yet"):
-        find(tmp_path, Query())
+        find_rollouts(tmp_path, Query())
 
 
 def test_nothing_heavy_is_imported(run: Path) -> None:

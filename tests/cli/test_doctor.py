@@ -38,9 +38,8 @@ def test_a_healthy_pair_gets_seven_verdicts_in_less_than_a_minute_and_a_baseline
 
 def test_an_unhealthy_pair_gets_a_name_and_exit_6(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # Bounds that no pair of programs can keep stand for a fault here.
-    with pytest.raises(
-        SentinelError, match="sentinel: rung 1, same weights: numerics: at the start, with the same ids"
-    ) as caught:
+    fault = "sentinel: rung 1, same weights: numerics: at the start, with the same ids"
+    with pytest.raises(SentinelError, match=fault) as caught:
         doctor_command(recipe_file, ["sentinel.max_delta=1e-12", "engine={kind: transformers}"], True, False)
     report = json.loads(capsys.readouterr().out)
     assert caught.value.exit_code == 6 and not report["healthy"]

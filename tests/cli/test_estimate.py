@@ -8,8 +8,7 @@ import pytest
 from conftest import RECIPE
 from transformers import CONFIG_MAPPING
 
-from rlgen.cli.estimate import estimate, estimate_command, plan_of, verdict
-from rlgen.errors import SetupError
+from rlgen.cli.estimate import conclusions, estimate_command, memory_report, plan_of
 from rlgen.recipe import load_recipe
 
 pytestmark = pytest.mark.usefixtures("counted_once")
@@ -31,6 +30,10 @@ def recipe(tmp_path: Path) -> Path:
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE.replace('"tiny:qwen3"', str(folder)))
     return path
+
+
+def report(recipe: Path, *overrides: str, gib: int | None = 80) -> dict[str, Any]:
+    return memory_report(load_recipe(recipe, [*SIZES, *overrides]).recipe, gib and gib * GIB)
 
 
 def test_a_table_from_a_config_alone(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,14 +66,12 @@ def test_json_says_all_and_the_settings_help(recipe: Path, capsys: pytest.Captur
     saved = {hint["setting"]: hint["saves"] for hint in first["hints"]}
     assert list(saved.values()) == sorted(saved.values(), reverse=True)
     # a hint keeps its word: set, it saves what it said
-    second = estimate(load_recipe(recipe, [*SIZES, "model.gradient_checkpointing=true"]).recipe, 80 * GIB)
+    second = report(recipe, "model.gradient_checkpointing=true")
     assert first["peak"]["bytes"] - second["peak"]["bytes"] == saved["model.gradient_checkpointing=true"] > 40 * GIB
     halved = next(setting for setting in saved if setting.startswith("optim.micro_batch_tokens"))
-    third = estimate(load_recipe(recipe, [*SIZES, halved]).recipe, 80 * GIB)
+    third = report(recipe, halved)
     assert first["peak"]["bytes"] - third["peak"]["bytes"] == pytest.approx(saved[halved], rel=0.05)
-    all_of_them = estimate(
-        load_recipe(recipe, [*SIZES, "model.gradient_checkpointing=true", "engine.sleep=true"]).recipe, 80 * GIB
-    )
+    all_of_them = report(recipe, "model.gradient_checkpointing=true", "engine.sleep=true")
     assert all_of_them["fits"] is True and all_of_them["peak"]["phase"] == "sync"
 
 
@@ -87,32 +88,26 @@ def test_the_plan_follows_the_recipe(recipe: Path) -> None:
 
 
 def test_what_is_said_without_a_gpu_and_with_too_small_a_cache(recipe: Path) -> None:
-    said = "\n".join(verdict(estimate(load_recipe(recipe, SIZES).recipe, None)))
+    said = "\n".join(conclusions(report(recipe, gib=None)))
     assert "no GPU here: pass --gpu-gib N" in said and "fit," not in said
-    tight = estimate(load_recipe(recipe, [*SIZES, "engine.gpu_memory_utilization=0.02"]).recipe, 60 * GIB)
+    tight = report(recipe, "engine.gpu_memory_utilization=0.02", gib=60)
     assert tight["sequences"]["cache_holds"] == 0 and tight["fits"] is False
     tight["peak"]["bytes"] = 0
-    assert "the KV cache cannot hold one sequence of full length" in "\n".join(verdict(tight))
+    assert "the KV cache cannot hold one sequence of full length" in "\n".join(conclusions(tight))
 
 
 def test_launched_servers_are_where_their_gpus_are(recipe: Path) -> None:
     """On the trainer's GPU unless they have their own; then each GPU of a server has its part beside the table."""
-    here = estimate(load_recipe(recipe, [*SIZES, "engine={kind: server, launch: true, kv_cache_gib: 2.0}"]).recipe, 80 * GIB)
-    colocated = estimate(load_recipe(recipe, [*SIZES, "engine={kind: colocated, kv_cache_gib: 2.0}"]).recipe, 80 * GIB)
+    here = report(recipe, "engine={kind: server, launch: true, kv_cache_gib: 2.0}")
+    colocated = report(recipe, "engine={kind: colocated, kv_cache_gib: 2.0}")
     assert here["phases"] == colocated["phases"] and here["servers"] is None
     assert not [hint for hint in here["hints"] if "sleep" in hint["setting"]]  # a server cannot
     own = "engine={kind: server, launch: true, servers: 2, devices: [1, 2, 3, 4], tensor_parallel_size: 2, kv_cache_gib: 2.0}"
-    there = estimate(load_recipe(recipe, [*SIZES, own]).recipe, 80 * GIB)
+    there = report(recipe, own)
     assert "engine weights" not in there["phases"]["generate"] and there["sequences"]["decoded_together"] == 128
     weights = 2 * colocated["parameters"] // 2  # in bfloat16, half of them on a GPU
     a_gpu = {"engine weights": weights, "KV cache": 2 * GIB, "engine's own": GIB // 2}
     assert there["servers"] == {"count": 2, "gpus": ["1", "2", "3", "4"], "a_gpu": a_gpu}
-    assert "launched servers: 2, on GPUs 1, 2, 3, 4, not in this table: 3.06 GiB on each" in verdict(there)
-    url = estimate(load_recipe(recipe, [*SIZES, "engine={kind: server, url: 'http://a:1'}"]).recipe, 80 * GIB)
+    assert "launched servers: 2, on GPUs 1, 2, 3, 4, not in this table: 3.06 GiB on each" in conclusions(there)
+    url = report(recipe, "engine={kind: server, url: 'http://a:1'}")
     assert url["servers"] is None and "engine weights" not in url["phases"]["generate"]
-
-
-def test_a_model_without_a_config(recipe: Path, tmp_path: Path) -> None:
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "nothing"}')
-    with pytest.raises(SetupError, match="holds no config that can be loaded"):
-        estimate_command(recipe, [], None, as_json=False)

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlgen.cli.export import adapted_and_merged, export_command
 from rlgen.cli.train import train_command
 from rlgen.errors import CheckpointError, SetupError, UsageError
-from rlgen.models import weights
+from rlgen.models import load, weights
 from rlgen.models.lora import base_weight, without_adapter
 from rlgen.models.policy import Policy
 from rlgen.processes import Processes
@@ -28,6 +28,8 @@ from rlgen.rollout.score import score
 from rlgen.types import WHOLE, Sampling
 
 Proof = Callable[[str], None]
+Captured = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
 Run = Callable[..., subprocess.CompletedProcess[str]]
 EXACT = 1e-5  # of logits and log-probs in float32
 SETTINGS = ["engine={kind: transformers}", "run.steps=4", "checkpoint.every=2"]
@@ -48,10 +50,6 @@ def adapter_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def full_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(tmp_path_factory.mktemp("full"), "eval={every: 2, limit: 4}")
-
-
-def adapted(run: Path, step: int = 4) -> Any:
-    return adapted_and_merged(run / f"checkpoints/step_{step:06d}", CPU)[0]
 
 
 def gap_to_vllm(policy: Policy, folder: Path) -> float:
@@ -77,8 +75,8 @@ def gap_to_transformers(model: Any, folder: Path) -> float:
 
 @pytest.mark.vllm
 def test_a_merged_export_is_the_adapted_policy_in_vllm_too(adapter_run: Path, tmp_path: Path) -> None:
-    export_command(adapter_run, tmp_path / "out", None, "float32", False)
-    policy = Policy(adapted(adapter_run), torch.float32, True)
+    export_command(adapter_run, tmp_path / "out")
+    policy = Policy(adapted_and_merged(adapter_run / "checkpoints/step_000004", CPU)[0], torch.float32, True)
     gaps = gap_to_transformers(policy.model, tmp_path / "out"), gap_to_vllm(policy, tmp_path / "out")
     print(f"adapter: {gaps}")
     assert max(gaps) <= EXACT
@@ -92,7 +90,7 @@ def test_a_merged_export_is_the_adapted_policy_in_vllm_too(adapter_run: Path, tm
 @pytest.mark.vllm
 def test_exported_full_weights_are_the_policy_in_vllm_too(full_run: Path, tmp_path: Path) -> None:
     """A weight that is a thousandth off shows on both sides."""
-    export_command(full_run, tmp_path / "out", "last", "float32", False)
+    export_command(full_run, tmp_path / "out", "last")
     checkpoint = full_run / "checkpoints" / "step_000004"
     policy = Policy(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), torch.float32, True)
     gaps = gap_to_transformers(policy.model, tmp_path / "out"), gap_to_vllm(policy, tmp_path / "out")
@@ -102,25 +100,21 @@ def test_exported_full_weights_are_the_policy_in_vllm_too(full_run: Path, tmp_pa
     assert min(gap_to_transformers(policy.model, tmp_path / "out"), gap_to_vllm(policy, tmp_path / "out")) > 2 * EXACT
 
 
-def test_the_best_checkpoint_is_the_one_that_the_evaluation_chose(
-    full_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_best_checkpoint_is_the_one_that_the_evaluation_chose(full_run: Path, tmp_path: Path, capsys: Captured) -> None:
     run = Path(shutil.copytree(full_run, tmp_path / "run"))
     records = read_jsonl(run / "metrics.jsonl")
     for record in records:
         record["eval/reward/mean"] = {0: 3.0, 2: 2.0, 4: 1.0}.get(record["step"])
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     for step, expected in {"best": 2, "last": 4, "4": 4}.items():
-        export_command(run, tmp_path / step, step, "float32", True)
+        export_command(run, tmp_path / step, step, as_json=True)
         assert json.loads(capsys.readouterr().out.splitlines()[-1])["step"] == expected
     assert "| `eval/reward/mean` | 3 | 2 " in (tmp_path / "best" / "README.md").read_text()
 
 
-def test_bfloat16_rounds_the_merged_weights_and_says_what_it_costs(
-    adapter_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bfloat16_rounds_the_merged_weights_and_says_what_it_costs(adapter_run: Path, tmp_path: Path, capsys: Captured) -> None:
     for dtype in ("float32", "bfloat16"):
-        export_command(adapter_run, tmp_path / dtype, "2", dtype, True)
+        export_command(adapter_run, tmp_path / dtype, "2", dtype, as_json=True)
         report = json.loads(capsys.readouterr().out)
         assert (report["step"], report["adapter"], report["dtype"]) == (2, True, dtype)
         assert report["checkpoint"].endswith("step_000002") and report["max_delta"] <= 1e-4
@@ -132,33 +126,31 @@ def test_bfloat16_rounds_the_merged_weights_and_says_what_it_costs(
 
 def test_full_weights_are_copied(full_run: Path, tmp_path: Path) -> None:
     newest = full_run / "checkpoints" / "step_000004"
-    export_command(newest, tmp_path / "out", None, "float32", False)
+    export_command(newest, tmp_path / "out")
     saved, written = load_file(newest / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert set(saved) == set(written) and all(torch.equal(saved[name], written[name]) for name in saved)
     names = {path.name for path in newest.iterdir()} - {"state", "manifest.json"} | {"README.md"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
 
 
-def test_a_run_is_exported_by_its_name_with_a_model_card(
-    full_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_exported_by_its_name_with_a_card(full_run: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(full_run, tmp_path / "runs" / "mine")
     (tmp_path / "mine").mkdir()  # a folder that is no run, such as that of `rlgen init mine`
-    export_command(Path("mine"), Path("out"), "2", "bfloat16", False)
+    export_command(Path("mine"), Path("out"), "2", "bfloat16")
     card = (tmp_path / "out" / "README.md").read_text()
     assert "# mine\n" in card and "step 2 of 4, weights in bfloat16" in card and "\n| 2 to 2 |" in card
     assert "| 3 to 3 |" not in card, "what came after the checkpoint"
     assert str(tmp_path) not in card and str(full_run.parent) not in card
     assert "model card: README.md" in capsys.readouterr().out
     shutil.copytree(tmp_path / "runs/mine/checkpoints/step_000004", tmp_path / "alone")
-    export_command(Path("alone"), Path("out2"), None, "float32", False)
+    export_command(Path("alone"), Path("out2"))
     assert "model card: none, since the checkpoint is not in a run" in capsys.readouterr().out
     assert not (tmp_path / "out2" / "README.md").exists()
 
 
 class Hub:
-    """Takes down what it is told; a folder is listed when it is sent."""
+    """Records its calls; a folder is listed when it is sent."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -174,53 +166,62 @@ class Hub:
             raise self.error
 
 
-def test_an_export_is_sent_to_the_hub(
-    full_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_is_sent_to_the_hub(full_run: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
     taken = Hub()
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: taken)
-    export_command(full_run, tmp_path / "out", None, "float32", True, "me/mine")
+    export_command(full_run, tmp_path / "out", push_to_hub="me/mine", as_json=True)
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["pushed"] == "https://hub.example/me/mine"
     create, upload = taken.calls
-    assert create == ("create", "me/mine", True, True)
-    assert upload[:2] == ("upload", "me/mine") and upload[3] == "Step 4, by rlgen"
+    assert create == ("create", "me/mine", True, True) and (*upload[:2], upload[3]) == ("upload", "me/mine", "Step 4, by rlgen")
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(upload[2])
 
 
-def test_what_the_hub_does_not_take_stays(full_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_hub_does_not_take_stays(full_run: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     refusing = Hub(ConnectionError("no route to host"))
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: refusing)
     said = rf"me/mine was not sent: no route to host; log in .* send the written folder: `hf upload me/mine {tmp_path}/out`"
     with pytest.raises(SetupError, match=said):
-        export_command(full_run, tmp_path / "out", None, "float32", False, "me/mine")
+        export_command(full_run, tmp_path / "out", push_to_hub="me/mine")
     assert (tmp_path / "out" / "model.safetensors").is_file()
     with pytest.raises(UsageError, match="--push-to-hub: "):
-        export_command(full_run, tmp_path / "out2", None, "float32", False, "a name/with/slashes")
+        export_command(full_run, tmp_path / "out2", push_to_hub="a name/with/slashes")
     assert not (tmp_path / "out2").exists() and len(refusing.calls) == 2
 
 
-def test_a_wrong_merge_is_not_exported(adapter_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "merged_weight", lambda layer: base_weight(layer).float())
-    with pytest.raises(CheckpointError, match="the merged model is not the policy that was trained") as caught:
-        export_command(adapter_run, tmp_path / "out", None, "float32", False)
+OPENED = load.load_model
+
+
+def other_norm(location: str, *arguments: Any) -> Any:
+    """Opens a model; what was exported has another weight then."""
+    model = OPENED(location, *arguments)
+    if location.endswith(".writing_out"):
+        weights.own_tensors(model)["model.norm.weight"][3] += 1e-3
+    return model
+
+
+@pytest.mark.fault(72)
+@pytest.mark.parametrize(
+    "module, name, other, said",
+    [
+        (
+            weights,
+            "merged_weight",
+            lambda layer: base_weight(layer).float(),
+            "the merged model is not the policy that was trained",
+        ),
+        (load, "load_model", other_norm, r"other values in model\.norm\.weight"),
+        (weights, "base_digest", lambda model: "another", "adapts other weights"),
+    ],
+    ids=["a wrong merge", "a written file that differs", "another base than the trained one"],
+)
+def test_what_differs_is_not_exported(
+    adapter_run: Path, tmp_path: Path, monkeypatch: Patch, module: Any, name: str, other: Any, said: str, proof: Proof
+) -> None:
+    monkeypatch.setattr(module, name, other)
+    with pytest.raises(CheckpointError, match=said) as caught:
+        export_command(adapter_run, tmp_path / "out")
     assert caught.value.exit_code == 8 and list(tmp_path.iterdir()) == []
-
-
-def test_a_written_file_that_differs_is_not_exported(adapter_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlgen.models import load
-
-    opened = load.load_model
-
-    def changed(location: str, *arguments: Any) -> Any:
-        model = opened(location, *arguments)
-        if location.startswith(str(tmp_path)):
-            weights.own_tensors(model)["model.norm.weight"][3] += 1e-3
-        return model
-
-    monkeypatch.setattr(load, "load_model", changed)
-    with pytest.raises(CheckpointError, match=r"other values in model\.norm\.weight"):
-        export_command(adapter_run, tmp_path / "out", None, "float32", False)
-    assert list(tmp_path.iterdir()) == []
+    proof(f"{name} changed: exit 8, nothing written")
 
 
 @pytest.mark.slow
@@ -232,13 +233,13 @@ from pathlib import Path
 from rlgen import files
 files.flush_folder = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
 from rlgen.cli.export import export_command
-export_command(Path({str(adapter_run)!r}), Path({str(tmp_path / "out")!r}), None, "float32", False)
+export_command(Path({str(adapter_run)!r}), Path({str(tmp_path / "out")!r}))
 """
     killed = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, env={**os.environ})
     assert killed.returncode == -signal.SIGKILL
     assert [path.name for path in tmp_path.iterdir()] == [".writing_out"]
     (tmp_path / ".writing_out" / "junk").touch()
-    export_command(adapter_run, tmp_path / "out", None, "float32", False)
+    export_command(adapter_run, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out"] and not (tmp_path / "out" / "junk").exists()
     proof("SIGKILL before the rename, exit -9: no folder of that name; the next export sweeps and succeeds")
 
@@ -251,7 +252,7 @@ def test_a_damaged_checkpoint_is_not_exported(full_run: Path, tmp_path: Path, pr
     content[-100] ^= 1
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"step_000004: model\.safetensors has other bytes than were written") as caught:
-        export_command(run, tmp_path / "out", None, "float32", False)
+        export_command(run, tmp_path / "out")
     assert caught.value.exit_code == 8 and [path.name for path in tmp_path.iterdir()] == ["run"]
     proof("one bit of the weights flipped: exit 8, nothing written")
 
@@ -267,22 +268,10 @@ def test_what_cannot_be_exported(adapter_run: Path, tmp_path: Path, rlgen: Run) 
         (tmp_path, None, "out", "neither a checkpoint nor the directory of a run"),
     ]:
         with pytest.raises(UsageError, match=words) as caught:
-            export_command(source, tmp_path / out, step, "float32", False)
+            export_command(source, tmp_path / out, step)
         assert caught.value.exit_code == 2
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
     result = rlgen("export", adapter_run, "--out", tmp_path / "out", "--json")
     assert result.returncode == 0 and json.loads(result.stdout)["step"] == 4 and "Traceback" not in result.stderr
     again = rlgen("export", adapter_run, "--out", tmp_path / "out")
     assert again.returncode == 2 and "exists already" in again.stderr
-
-
-@pytest.mark.fault(72)
-def test_another_base_than_the_trained_one_is_refused(
-    adapter_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof
-) -> None:
-    """The hub's copy moved on, or the folder was written over."""
-    monkeypatch.setattr(weights, "base_digest", lambda model: "another")
-    with pytest.raises(CheckpointError, match="adapts other weights"):
-        export_command(adapter_run, tmp_path / "out", None, "float32", False)
-    assert list(tmp_path.iterdir()) == []
-    proof("the base's digest changed: exit 8, nothing written")

@@ -72,9 +72,9 @@ def test_runs_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     head, line = capsys.readouterr().out.splitlines()
     assert head.split() == ["run", "state", "step", "reward", "first", "last", "evaluation", "age"]
     assert line.split()[0] == "one" and "0.250" in line and "0.750" in line
-    for folder, told in ((tmp_path / "one", "is a run; `rlgen status"), (tmp_path / "none", "there is no folder")):
+    for folder, told in {"one": "is a run; `rlgen status", "none": "there is no folder"}.items():
         with pytest.raises(UsageError, match=told):
-            runs_command(folder, as_json=False)
+            runs_command(tmp_path / folder, as_json=False)
     assert [age(seconds) for seconds in (0, 90, 7200, 200000)] == ["0 s", "1 min", "2 h", "2 d"]
 
 

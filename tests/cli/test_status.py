@@ -18,6 +18,8 @@ from rlgen.run.directory import RunDirectory
 
 
 def test_a_run_that_lives_ends_or_is_killed(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds no run"):
+        status_of(tmp_path)
     directory = RunDirectory.create(tmp_path / "run", "", "run: {}\n")
     path = directory.path
     assert status_of(path)["state"] == "starting", "nothing is written yet"
@@ -43,16 +45,9 @@ def test_a_run_that_lives_ends_or_is_killed(tmp_path: Path) -> None:
 def test_what_is_wrong_is_shown(tmp_path: Path) -> None:
     """Every broken rule in words, and the values that rules are about, as far as they were measured."""
     directory = RunDirectory.create(tmp_path / "run", "", "run: {}\n")
-    values = {
-        "groups/zero_std": 0.9,
-        "entropy": 0.004,
-        "kl/ref_k1": 0.5,
-        "kl/ref_k3": None,
-        "clip/region": 0.25,
-        "completions/truncated": 0.125,
-    }
+    values = {"groups/zero_std": 0.9, "entropy": 0.004, "kl/ref_k1": 0.5, "kl/ref_k3": None, "clip/region": 0.25}
     gap = {"sampler/delta_mean": 1.5e-7, "sampler/kl": 2e-8, "is/ess_raw": 0.999}
-    directory.write_metrics({"step": 7, "loss": 0.5, **values, **gap})
+    directory.write_metrics({"step": 7, "loss": 0.5, **values, "completions/truncated": 0.125, **gap})
     broken = ["entropy of a token 0.004: below 0.01", "share of groups 0.9: at or above 0.8"]
     directory.write_status("running", 7, 9, health=broken)
     directory.close()
@@ -66,23 +61,16 @@ def test_what_is_wrong_is_shown(tmp_path: Path) -> None:
     ]
 
 
-def test_looking_takes_no_run_its_lock(tmp_path: Path) -> None:
+def test_looking_takes_no_run_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who looks is done when the run has tried twice to lock its folder."""
     directory = RunDirectory.create(tmp_path / "run", "", "run: {}\n")
     directory.close()
     status_of(directory.path)
     RunDirectory.reopen(directory.path).close()
-    with (directory.path / ".lock").open() as other:  # somebody else looks at the same time
-        fcntl.flock(other, fcntl.LOCK_SH)
-        assert status_of(directory.path)["alive"] is False
-
-
-def test_a_run_starts_while_somebody_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who looks is done when the run has tried twice to lock its folder."""
-    directory = RunDirectory.create(tmp_path / "run", "", "run: {}\n")
-    directory.close()
     flock, tried = fcntl.flock, []
-    with (directory.path / ".lock").open() as other:
-        flock(other, fcntl.LOCK_SH)  # as `in_use` does
+    with (directory.path / ".lock").open() as other:  # somebody else looks at the same time
+        flock(other, fcntl.LOCK_SH)
+        assert status_of(directory.path)["alive"] is False
 
         def tries(file: int, how: int) -> None:
             if len(tried) == 2:
@@ -94,11 +82,6 @@ def test_a_run_starts_while_somebody_looks(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setattr("rlgen.run.directory.PATIENCE", HANGS)
         RunDirectory.reopen(directory.path).close()
     assert tried[:3] == [fcntl.LOCK_EX | fcntl.LOCK_NB] * 3
-
-
-def test_where_no_run_is(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds no run"):
-        status_of(tmp_path)
 
 
 def test_how_it_goes_on(tmp_path: Path) -> None:
@@ -114,12 +97,9 @@ def test_how_it_goes_on(tmp_path: Path) -> None:
     found = status_of(path)
     assert found["remaining"] == 58.0 and found["trend"] == {"first": 0.375, "last": 0.8125}
     assert found["rewards"] == {"exact_match": 1.0, "length": None}
-    shown = CliRunner().invoke(app, ["status", str(path)]).stdout.splitlines()
-    assert shown[0].endswith(", 0:58 left")
-    assert shown[1:3] == [
-        "reward: 0.375 in the first tenth of the steps, 0.8125 in the last",
-        "rewards: exact_match 1.000, length –",
-    ]
+    first, trend, rewards, *_ = CliRunner().invoke(app, ["status", str(path)]).stdout.splitlines()
+    assert first.endswith(", 0:58 left") and rewards == "rewards: exact_match 1.000, length –"
+    assert trend == "reward: 0.375 in the first tenth of the steps, 0.8125 in the last"
     directory.close()
 
 

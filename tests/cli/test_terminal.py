@@ -8,7 +8,8 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,7 @@ from rlgen.run.console import Console, Terminal
 from rlgen.run.rollouts import RolloutWriter
 from rlgen.types import Prompt, ids_of, logp_of
 
+Patch = pytest.MonkeyPatch
 Proof = Callable[[str], None]
 Run = Callable[..., subprocess.CompletedProcess[str]]
 READ_BY_NOBODY = {
@@ -72,9 +74,7 @@ def test_a_reader_that_goes_away_changes_no_exit_code(recipe_file: Path, name: s
 
 @pytest.mark.slow
 @pytest.mark.fault(18)
-def test_output_to_a_full_disk_changes_no_exit_code(
-    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof
-) -> None:
+def test_output_to_a_full_disk_changes_no_exit_code(recipe_file: Path, tmp_path: Path, monkeypatch: Patch, proof: Proof) -> None:
     recipe_file.write_text(RECIPE + "engine: {kind: transformers}\n")
     command = [sys.executable, "-m", "rlgen", "train", str(recipe_file), "--run-dir", str(tmp_path / "run"), "--max-steps"]
     with open("/dev/full", "w") as full:
@@ -109,20 +109,10 @@ def test_a_typo_is_answered_with_a_suggestion_on_any_terminal(rlgen: Run, argume
 def test_nothing_from_a_recipe_is_obeyed_by_a_terminal(tmp_path: Path, proof: Proof) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(RECIPE + '"\\e[31mred\\e]0;title\\a": 1\n')
-    ours, theirs = pty.openpty()
-    settings = ["--set", "run.name='[red]x'", "--set", b"run.dir=\xff\x1b[2J"]
-    command = [sys.executable, "-m", "rlgen", "validate", str(path), *settings]
-    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, cwd=ROOT)
-    os.close(theirs)
-    said = b""
-    try:
-        while part := os.read(ours, 4096):
-            said += part
-    except OSError:  # the end, as Linux says it
-        pass
-    os.close(ours)
-    assert process.wait(60) == 2 and b"\x1b" not in said and b"\x07" not in said
-    assert b"\\x1b[31mred" in said and b"[red]x" in said and b"\\x1b[2J" in said
+    settings = ["--set", "run.name='[red]x'", "--set", "run.dir=\udcff\x1b[2J"]
+    said = on_terminal([sys.executable, "-m", "rlgen", "validate", str(path), *settings], 80, code=2)
+    assert "\x1b" not in said and "\x07" not in said
+    assert "\\x1b[31mred" in said and "[red]x" in said and "\\x1b[2J" in said.replace("\r\n", "")
     proof("escapes in a key, in a value and on the command line, on a real terminal")
 
 
@@ -136,8 +126,6 @@ HOSTILE = {
     "half a character": "\ud83d",
     "zero": "\x00",
 }
-
-
 COLUMNS = {name: text for name, text in HOSTILE.items() if name != "10 MB"}  # each row has them all
 
 
@@ -161,7 +149,7 @@ def test_completions_come_back_as_they_were(tmp_path: Path, proof: Proof) -> Non
         rank=0,
         world=1,
         prompt_at=no_prompt,
-        tokenizer=Says(),  # type: ignore[arg-type]
+        tokenizer=Says(),
         stop_ids=(),
         every=1,
         keep=None,
@@ -194,8 +182,6 @@ def test_no_text_of_a_model_reaches_a_terminal_as_it_is(capfd: pytest.CaptureFix
     assert said.count("[red]x[/red] [link=file:///etc/passwd]y[/link]") == 2 and "\\x1b[31mred" in said and "<script>" in said
     proof("escapes, marks of direction and markup are shown, not obeyed")
 
-
-# --- the live view ---------------------------------------------------------------------------------------------------
 
 FIRST_LINE = """
 import sys
@@ -247,25 +233,38 @@ def test_the_first_line_comes_before_anything_heavy_is_imported() -> None:
     assert done.stderr.startswith(f"rlgen {rlgen_version}: recipe.yaml\n[]")
 
 
-def on_terminal(command: list[str], columns: int, told: Callable[[str], bytes] = lambda said: b"", **environment: str) -> str:
-    """What a command writes to a terminal of that many columns, which has a keyboard, too: `told` says what is typed."""
+def on_terminal(
+    command: list[str],
+    columns: int,
+    told: Callable[[str], bytes] = lambda said: b"",
+    code: int | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> str:
+    """What a command writes to a terminal of that many columns, which has a keyboard, too: `told` says what is typed. It ends
+    with this exit code; None: with any.
+    """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     base = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR", "FORCE_COLOR")}
-    environment = {**base, "TERM": "xterm-256color", "PYTHONUTF8": "1", **environment}
-    own = {"start_new_session": True, "preexec_fn": lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)}
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env=environment, **own)
+    process = subprocess.Popen(
+        command,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        cwd=ROOT,
+        env={**base, "TERM": "xterm-256color", "PYTHONUTF8": "1", **(environment or {})},
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
     os.close(theirs)
     said = b""
-    try:
+    with suppress(OSError):  # the end, as Linux says it
         while part := os.read(ours, 4096):
             said += part
             if typed := told(said.decode(errors="replace")):
                 os.write(ours, typed)
-    except OSError:  # the end, as Linux says it
-        pass
     os.close(ours)
-    process.wait(60)
+    assert process.wait(60) == code or code is None
     return said.decode()
 
 
@@ -278,7 +277,9 @@ def lines_of(said: str) -> list[str]:
 @pytest.mark.parametrize("colour", [{}, {"NO_COLOR": "1"}])
 def test_the_live_view_on_a_terminal(tmp_path: Path, columns: int, colour: dict[str, str]) -> None:
     run = make_run(tmp_path / "mine", steps=4)
-    said = on_terminal([sys.executable, "-c", SHOW, str(run), "auto", HOSTILE["escapes"] + "x" * 200], columns, **colour)
+    said = on_terminal(
+        [sys.executable, "-c", SHOW, str(run), "auto", HOSTILE["escapes"] + "x" * 200], columns, environment=colour
+    )
     lines = lines_of(said)
     assert max(map(cell_len, lines)) <= columns and max(map(cell_len, lines)) > columns - 20
     whole = "\n".join(lines)
@@ -292,7 +293,7 @@ def test_plain_lines_where_the_cursor_cannot_move(tmp_path: Path) -> None:
     run = make_run(tmp_path / "mine", steps=4)
     command = [sys.executable, "-c", SHOW, str(run), "auto", "x"]
     piped = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TERM": "xterm"}, cwd=ROOT).stdout
-    dumb = on_terminal(command, 80, TERM="dumb")
+    dumb = on_terminal(command, 80, environment={"TERM": "dumb"})
     for said in (piped, dumb):
         lines = [line for line in lines_of(said) if line]
         steps = [line for line in lines if line.startswith("step ")]

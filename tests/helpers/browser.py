@@ -1,4 +1,4 @@
-"""A real browser without a window, Debian's chromium, driven by selenium. It takes down what a page asks for."""
+"""A real browser without a window, Debian's chromium, driven by selenium. It records what a page asks for."""
 
 import json
 import shutil
@@ -51,6 +51,12 @@ def wait(driver: Chrome, condition: str) -> None:
         look();
     """
     driver.execute_async_script(script % condition)
+
+
+def texts_of(driver: Chrome, selector: str) -> list[str]:
+    """The texts of the elements that a selector finds."""
+    script = "return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent)"
+    return [str(text) for text in driver.execute_script(script, selector)]
 
 
 def console(driver: Chrome) -> list[str]:

@@ -212,10 +212,8 @@ def bare_run(
 ) -> Path:
     """Writes the folder of a run with these values of reward/mean, two seconds and as many tokens a step, and no rollouts."""
     write_recipe(path, steps or max(1, len(rewards)), seed, recipe)
-    records = [
-        {"step": step, "reward/mean": reward, "tokens/generated": tokens, "time/step": 2.0}
-        for step, reward in enumerate(rewards, 1)
-    ]
+    same = {"tokens/generated": tokens, "time/step": 2.0}
+    records = [{"step": step, "reward/mean": reward, **same} for step, reward in enumerate(rewards, 1)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     status = {"state": state, "step": len(rewards), "steps": steps or len(rewards), "exit_code": None, "message": "", "pid": 1}
     (path / "status.json").write_text(json.dumps({**status, "health": [], "time": 1e9}))
@@ -245,30 +243,23 @@ def make_run(
             made = [bool(rng.random() < chance) for _ in range(group)]
             for right in made:
                 text = reasoning(rng, first, second, right, int(tokens * (0.6 + 0.8 * rng.random())))
-                rows.append(
-                    Row(
-                        prompt=f"<|im_start|>user\nWhat is {first} + {second}?<|im_end|>\n<|im_start|>assistant\n",
-                        completion=text,
-                        answer=str(first + second),
-                        reward=float(right) - 0.1 * len(text.split()) / 60,
-                        exact_match=float(right),
-                        finish_reason="length" if rng.random() < 0.04 else "stop",
-                        advantage=float(right) - float(np.mean(made)),
-                    )
+                row = Row(
+                    prompt=f"<|im_start|>user\nWhat is {first} + {second}?<|im_end|>\n<|im_start|>assistant\n",
+                    completion=text,
+                    answer=str(first + second),
+                    reward=float(right) - 0.1 * len(text.split()) / 60,
+                    exact_match=float(right),
+                    finish_reason="length" if rng.random() < 0.04 else "stop",
+                    advantage=float(right) - float(np.mean(made)),
                 )
+                rows.append(row)
         write_rows(path, step, rows, group, words, seed)
         lines.append(metrics_of(step, rows, rng, progress, 1e-3))
         if step == 1 or step % max(1, steps // 6) == 0:
             score = float(np.clip(chance - 0.05 + 0.03 * rng.normal(), 0, 1))
             value = {"eval/reward/mean": score, "eval/reward/mean_low": score - 0.06, "eval/reward/mean_high": score + 0.06}
-            evaluations.append(
-                {
-                    "step": 0 if step == 1 else step,
-                    **value,
-                    "eval/completions/truncated": 0.02,
-                    "eval/prompts": 64,
-                }
-            )
+            value |= {"eval/completions/truncated": 0.02, "eval/prompts": 64}
+            evaluations.append({"step": 0 if step == 1 else step, **value})
     if evaluates:
         before, *later = evaluations
         of_step = {line["step"]: line for line in later}

@@ -14,7 +14,7 @@ from kills import ENGINES, KILLS, ROOT, Kill, Kills
 from rollout.talking import STOPS
 
 from rlgen.analysis.pack import Chunk
-from rlgen.analysis.rows import Query, find, read_rows
+from rlgen.analysis.rows import Query, find_rollouts, read_rows
 from rlgen.cli.rollouts import block
 from rlgen.cli.train import train_command
 from rlgen.recipe import load_recipe
@@ -138,7 +138,7 @@ def test_a_run_writes_and_shows_its_conversations(scripted: Scripted, tmp_path: 
     ]
     assert from_rollouts(run, 2).counts == tuple(dict(row["tool_counts"]) for row in rows)  # type: ignore[union-attr]
     query = Query(text="turn 1 of 2")  # of a message that is not the last one
-    shown = read_rows(run, find(run, query), slice(0, 100))
+    shown = read_rows(run, find_rollouts(run, query), slice(0, 100))
     assert {row["sample_index"] for row in shown} == {2} and shown[0]["messages"][2]["content"] == "turn 1 of 2"
     assert "4: tool, not trained on" in block(shown[0], full=True).plain and "messages" not in block(shown[0], full=True).plain
     chunk = Chunk.of(SimpleNamespace(recipe=load_recipe(recipe, []).recipe), read_rollouts(run, 2))  # type: ignore[arg-type]

@@ -43,8 +43,8 @@ def test_prove_resume_names_the_first_difference(monkeypatch: pytest.MonkeyPatch
         shutil.rmtree(parent / "killed" / "checkpoints" / "step_000004")
         return "killed"
 
-    monkeypatch.setattr(prove, "run", run)
-    monkeypatch.setattr(prove, "kill", kill)
+    monkeypatch.setattr(prove, "run_logged", run)
+    monkeypatch.setattr(prove, "run_killed", kill)
     with pytest.raises(
         CheckpointError, match=r"rollouts/step_000001.parquet, step 1, sample 0, rewards: .*judge.* If a reward or a GPU kernel"
     ):
@@ -69,7 +69,7 @@ def test_prove_resume_names_the_first_difference(monkeypatch: pytest.MonkeyPatch
 def test_prove_resume_refuses_what_is_said_of_one_run(
     monkeypatch: pytest.MonkeyPatch, recipe_file: Path, given: list[str], named: str
 ) -> None:
-    monkeypatch.setattr(prove, "run", lambda *values: pytest.fail("a run was started"))
+    monkeypatch.setattr(prove, "run_logged", lambda *values: pytest.fail("a run was started"))
     with pytest.raises(UsageError, match=f": leave {named} out$"):
         app(["train", str(recipe_file), "--prove-resume", *given], standalone_mode=False)
     assert [path.name for path in recipe_file.parent.iterdir()] == ["recipe.yaml"]
@@ -89,8 +89,8 @@ def test_prove_resume_hands_on_what_was_asked_and_how_long_to_wait(monkeypatch: 
         waits.append(patience)
         raise CheckpointError("far enough")
 
-    monkeypatch.setattr(prove, "run", run)
-    monkeypatch.setattr(prove, "kill", kill)
+    monkeypatch.setattr(prove, "run_logged", run)
+    monkeypatch.setattr(prove, "run_killed", kill)
     words = ["train", str(recipe_file), "--prove-resume", "--probe-max", "--run-dir", str(recipe_file.parent / "mine")]
     for least in (prove.LEAST, 1.0):
         monkeypatch.setattr(prove, "LEAST", least)
@@ -110,7 +110,7 @@ def test_prove_resume_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch, tm
     code = f"import os, time; open({str(pids)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     monkeypatch.setattr(prove, "command", lambda *values: [sys.executable, "-c", code])
     with pytest.raises(CheckpointError, match=r"killed in step 4 of 4 did not reach it in 3 s, .*; see .*killed_1\.log"):
-        prove.kill(tmp_path / "recipe.yaml", [], 4, 2, tmp_path, 3.0)
+        prove.run_killed(tmp_path / "recipe.yaml", [], 4, 2, tmp_path, 3.0)
     assert not psutil.pid_exists(int(pids.read_text()))
 
 
@@ -127,7 +127,7 @@ time.sleep(600)
 """
     monkeypatch.setattr(prove, "command", lambda *values: [sys.executable, "-c", code])
     monkeypatch.chdir(tmp_path)
-    assert prove.kill(tmp_path / "recipe.yaml", [], 4, 2, tmp_path, HANGS).startswith(
+    assert prove.run_killed(tmp_path / "recipe.yaml", [], 4, 2, tmp_path, HANGS).startswith(
         "killed when the journal had 1 answers of step 4"
     )
     assert (tmp_path / "killed/checkpoints/step_000002").exists()

@@ -18,7 +18,7 @@ from tool_templates import FAMILIES, tokenizer_of
 from transformers import AutoTokenizer
 
 from rlgen.analysis.pack import Chunk
-from rlgen.analysis.rows import Query, find, read_rows
+from rlgen.analysis.rows import Query, find_rollouts, read_rows
 from rlgen.cli.export import export_command
 from rlgen.cli.files import unfilled_parameters
 from rlgen.cli.replay import replay_command
@@ -371,14 +371,14 @@ def test_a_run_is_resumed_replayed_and_exported(recipe: Path, tmp_path: Path, ca
     assert chunk.texts["messages"] == [json.loads(row["messages"]) for row in rows]
     mask = np.concatenate([row["loss_mask"] for row in rows])
     assert np.array_equal((chunk.flags & 1) == 1, mask) and np.array_equal(np.isnan(chunk.sampler), ~mask)
-    every = read_rows(run, find(run, Query()), slice(0, 100))
+    every = read_rows(run, find_rollouts(run, Query()), slice(0, 100))
     done = next(row for row in every if len(row["messages"]) > 2 and row["messages"][-1]["role"] == "environment")
     shown = [line.strip() for line in block(done, full=True).plain.splitlines()]
     named = [line.split("  ")[0] for line in shown if re.match(r"\d+: ", line)]
     last = len(done["messages"])
     between = [name for turn in range(1, last - 1, 2) for name in (f"{turn}: assistant", f"{turn + 1}: user, not trained on")]
     assert named == [*between, f"{last}: environment, not trained on"], "the last turn is the completion below"
-    export_command(run, tmp_path / "out", "2", "float32", True)
+    export_command(run, tmp_path / "out", "2", "float32", as_json=True)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == TEMPLATE
 
 
