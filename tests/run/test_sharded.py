@@ -36,9 +36,11 @@ WAYS = {
 PADDED, HALF = "optim.packing=false", "model.dtype=bfloat16"
 SHARDED, COPIES, DEFERRED = "processes.strategy=fsdp", "processes.shard=2", "processes.defer_sync=true"
 FIRST = "run.steps=1"  # so that the run is resumed at step 1
+# A group fills a micro-batch: they are the same in one process as in two. In bfloat16, other neighbours are other rounding.
+GROUPS = "optim.micro_batch_tokens=100"
 FAST = [
     *(f"train {name} {SHARDED} {WAYS[name]}" for name in ("packed", "adapter")),
-    f"train half {SHARDED} {HALF} {FIRST}",
+    f"train half {SHARDED} {HALF} {FIRST} {GROUPS}",
     f"doctor healthy {SHARDED}",
     f"refuse refused {SHARDED}",
     "replay packed 2",
