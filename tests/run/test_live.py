@@ -166,7 +166,7 @@ def test_a_notebook_has_the_view_in_a_cell(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setitem(sys.modules, "ipywidgets", SimpleNamespace(Output=Cell))
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
-    with LiveConsole(DEMO, None) as console:
+    with LiveConsole(View(DEMO), None) as console:
         console.step({**STEP, "step": 1}, lambda: [Example(prompt="1 + 1?", completion="two", reward=0.0)])
         console.close()
         assert re.search(r"demo  step 1/10 .*reward .*two", Cell.shown, re.S)

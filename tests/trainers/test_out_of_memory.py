@@ -16,8 +16,7 @@ from rlgen.errors import EngineError, RlgenError, SetupError
 from rlgen.files import read_json
 from rlgen.models.policy import Policy
 from rlgen.recipe import load_recipe
-from rlgen.run.checkpoint import Checkpoints
-from rlgen.setup import largest
+from rlgen.setup import largest, train_state
 from rlgen.setup.policy import build_reference
 from rlgen.setup.settings import TrainSettings
 from rlgen.trainers import update as update_module
@@ -128,7 +127,7 @@ def test_the_last_checkpoint_stands_after_half_a_step(recipe: Path, monkeypatch:
     assert [path.name for path in (recipe.parent / "run" / "checkpoints").glob("step_*")] == ["step_000001"]
     assert read_json(recipe.parent / "run" / "status.json")["exit_code"] == 3
     with monkeypatch.context() as patch:
-        Starved(Checkpoints, "load", call=1).planted(patch)
+        Starved(train_state, "load_checkpoint", call=1).planted(patch)
         with pytest.raises(SetupError, match="for the checkpoint's optimizer state: CUDA out of memory"):
             run(recipe, "run.steps=2", resume=True)
     resumed = run(recipe, "run.steps=2", resume=True)
