@@ -113,6 +113,7 @@ def engine_on(servers: Sequence[Server], run: str = "run", version: int = 3) -> 
 
     held = SentWeights(run=run, version=version, syncs=1)
     keeper = SimpleNamespace(servers=servers, held=held, in_flight=False, merges=False, brought_back={}, recover=recover)
+    keeper.lose = recover
     return ServerEngine(keeper)  # type: ignore[arg-type]
 
 

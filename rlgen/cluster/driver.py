@@ -1,7 +1,9 @@
 """Trains on a Ray cluster: Ray places, starts and watches the processes of a run; each does what torchrun would have it do.
 
-The caller's process is the driver. It compares the nodes, starts servers and trainers, prints what rank 0 prints, passes signals
-on, and starts all again from the newest checkpoint when a node or a process was lost.
+The caller's process is the driver. It compares the nodes, starts servers and trainers, prints what rank 0 prints, and passes
+signals on. When a trainer or its node is lost, it starts all again from the newest checkpoint. When a server is lost, the
+trainers go on with the others (`rlgen.engines.fleet`), and the driver starts one in its place, on any node. Trainers find the
+servers in a file, which the driver writes anew.
 """
 
 import logging
@@ -18,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
@@ -25,6 +28,7 @@ from typing import Any, TextIO
 from rlgen.cluster.member import Member
 from rlgen.engines.launch import new_token
 from rlgen.errors import EngineError, ProcessError, RlgenError, SetupError, Stopped
+from rlgen.files import write_text
 from rlgen.recipe import LoadedRecipe, Recipe
 from rlgen.recipe.engines import ServerEngineRecipe
 from rlgen.run.find import holds_run
@@ -50,7 +54,10 @@ class Place:
 
     name: str  # "rank 0", "server 1"
     actor: Any
+    begin_again: Callable[[], Any]  # returns another actor in its place
     host: str = ""
+    url: str = ""  # of a server that is ready
+    port: int = 0
     said: bytes = b""  # the end of its output
     code: int | None = None  # its exit code; None: it runs
     gone: bool = False  # its actor has ended, or its node
@@ -143,6 +150,10 @@ class Attempts:
     stop: StopRequest
     token: str = field(default_factory=new_token)
     reading: dict[Any, Place] = field(default_factory=dict)  # calls of `read` that have not returned
+    placing: dict[Any, Place] = field(default_factory=dict)  # calls of `address` and `facts` of servers that are started again
+    servers: Sequence[Place] = ()  # those that are started again when they are lost
+    listing: Path = Path()  # the file of the servers' addresses, in the folder that all nodes share
+    losses: int = 0
     asked: bool = False  # the trainers have been asked to stop
 
     @property
@@ -150,28 +161,43 @@ class Attempts:
         return self.recipe.cluster
 
     def run(self) -> int:
-        """Returns the exit code of rank 0, of the first attempt in which no process was lost."""
-        options = self.command.first
-        for attempt in range(self.settings.restarts + 1):
-            with self.placed() as (trainers, servers):
-                self.compare([*trainers, *servers])
-                self.start(trainers, self.serve(servers), options)
-                self.watch(lambda: any(one.lost or one.code is not None for one in (*trainers, *servers)))
-                self.watch(lambda: all(one.gone or one.code is not None for one in trainers), seconds=ENDING)
-                if any(one.code in OF_LOSS for one in trainers):
-                    self.watch(lambda: any(one.lost for one in (*trainers, *servers)), seconds=NOTICED)
-                lost = [one for one in (*trainers, *servers) if one.lost or (one in servers and one.code is not None)]
-            if not lost and trainers[0].code is not None:
-                return trainers[0].code
-            words = " and ".join(one.words() for one in lost or trainers)
-            if self.stop.why or attempt == self.settings.restarts:
-                raise ProcessError(
-                    f"{words}; cluster.restarts is {self.settings.restarts}. The same command with --resume goes on from the"
-                    " newest checkpoint"
-                )
-            self.say(f"cluster: {words}; starting again from the newest checkpoint")
-            options = self.command.again if holds_run(self.recipe.run_path) else self.command.first
-        raise AssertionError("unreachable")
+        """Returns the exit code of rank 0, of the first attempt in which no trainer was lost."""
+        folder = self.recipe.run_path.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        self.listing = folder.absolute() / f".cluster-{secrets.token_hex(4)}"
+        self.listing.touch()
+        try:
+            options = self.command.first
+            while (code := self.attempt(options)) is None:
+                options = self.command.again if holds_run(self.recipe.run_path) else self.command.first
+            return code
+        finally:
+            self.listing.unlink()
+
+    def attempt(self, options: Sequence[str]) -> int | None:
+        """Returns the exit code of rank 0; None if a trainer was lost, and all is to be started again."""
+        with self.placed() as (trainers, servers):
+            self.compare([*trainers, *servers])
+            self.serve(servers)
+            self.start(trainers, options)
+            self.servers = servers
+            self.watch(lambda: any(one.lost or one.code is not None for one in trainers))
+            self.servers = ()
+            self.watch(lambda: all(one.gone or one.code is not None for one in trainers), seconds=ENDING)
+            if any(one.code in OF_LOSS for one in trainers):
+                self.watch(lambda: any(one.lost for one in trainers), seconds=NOTICED)
+            lost = [one for one in trainers if one.lost]
+        if not lost and trainers[0].code is not None:
+            return trainers[0].code
+        words = " and ".join(one.words() for one in lost or trainers)
+        if self.stop.why or self.losses == self.settings.restarts:
+            raise ProcessError(
+                f"{words}; cluster.restarts is {self.settings.restarts}. The same command with --resume goes on from the"
+                " newest checkpoint"
+            )
+        self.losses += 1
+        self.say(f"cluster: {words}; starting again from the newest checkpoint")
+        return None
 
     @contextmanager
     def placed(self) -> Iterator[tuple[list[Place], list[Place]]]:
@@ -193,10 +219,12 @@ class Attempts:
             for number, (name, count) in enumerate(needs):
                 where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
                 how = {"num_cpus": self.settings.cpus, "num_gpus": count, "max_concurrency": 4, "scheduling_strategy": where}
-                places.append(Place(name, ray.remote(Member).options(**how).remote()))
+                begin = partial(ray.remote(Member).options(**how).remote)
+                places.append(Place(name, begin(), begin))
             yield places[: self.settings.trainers], places[self.settings.trainers :]
         finally:
             self.reading.clear()
+            self.placing.clear()
             for one in places:
                 ray.kill(one.actor)
             remove_placement_group(group)
@@ -219,47 +247,61 @@ class Attempts:
 
     def compare(self, places: Sequence[Place]) -> None:
         """Checks that all nodes have the same versions and recipe, and see the folder of the run."""
-        folder = self.recipe.run_path.parent
-        folder.mkdir(parents=True, exist_ok=True)
-        mark = folder.absolute() / f".cluster-{secrets.token_hex(4)}"
-        mark.touch()
-        files = [str(self.command.recipe), str(mark)]
-        try:
-            found = answers([one.actor.facts.remote(files) for one in places])
-            for one, (host, _) in zip(places, answers([one.actor.address.remote() for one in places]), strict=True):
-                one.host = host
-            here = Member().facts(files)
-        finally:
-            mark.unlink()
+        found = answers([one.actor.facts.remote(*self.files) for one in places])
+        for one, address in zip(places, answers([one.actor.address.remote() for one in places]), strict=True):
+            one.host, one.port = address
+        here = Member().facts(*self.files)
         for one, there in zip(places, found, strict=True):
-            if there[str(mark)] == "none":
+            if there["shared"] == "none":
+                folder = self.listing.parent
                 raise ProcessError(f"node {one.host} does not see {folder}: set run.dir to a folder that all nodes share")
             if differ := [f"{name} is {there[name]} there and {here[name]} here" for name in here if there[name] != here[name]]:
                 raise ProcessError(
                     f"node {one.host} is not like this machine: {', '.join(differ)}; install the same on all nodes"
                 )
 
-    def serve(self, servers: Sequence[Place]) -> list[str]:
-        """Starts the servers, waits until all answer, and returns their addresses."""
-        urls = []
-        addresses = answers([one.actor.address.remote() for one in servers])
-        for one, (host, port) in zip(servers, addresses, strict=True):
-            urls.append(f"http://{host}:{port}")
-            self.begin(one, ["serve", *self.words("engine.launch=true"), "--host", host, "--port", str(port)])
+    @property
+    def files(self) -> tuple[str, str]:
+        return str(self.command.recipe), str(self.listing)
+
+    def serve(self, servers: Sequence[Place]) -> None:
+        """Starts the servers, and waits until all answer."""
+        for one in servers:
+            self.begin_server(one)
         if servers:
             self.say(f"cluster: starting {len(servers)} vLLM servers …")
-            self.watch(
-                lambda: any(one.gone or one.code is not None for one in servers) or all(READY in one.said for one in servers)
-            )
+            self.watch(lambda: any(one.gone or one.code is not None for one in servers) or all(one.url for one in servers))
         for one in servers:
-            if READY not in one.said:
+            if not one.url:
                 last = one.said.decode(errors="replace").strip().rpartition("\n")[2]
                 raise EngineError(f"{one.words()} before it was ready: {last}")
-        return urls
+        self.publish(servers)
 
-    def start(self, trainers: Sequence[Place], urls: Sequence[str], options: Sequence[str]) -> None:
+    def begin_server(self, one: Place) -> None:
+        self.begin(one, ["serve", *self.words("engine.launch=true"), "--host", one.host, "--port", str(one.port)])
+
+    def publish(self, servers: Sequence[Place]) -> None:
+        """Writes the addresses of the servers that are ready, for the trainers to find."""
+        write_text(self.listing, "".join(f"{one.url}\n" for one in servers if one.url))
+
+    def revive(self, one: Place) -> None:
+        """Starts a server in the place of one that is lost: on another node if its own is gone."""
+        if self.losses == self.settings.restarts:
+            if one.url:
+                self.say(f"cluster: {one.words()}, and cluster.restarts is {self.settings.restarts}: the others go on without it")
+                one.url = ""
+                self.publish(self.servers)
+            return
+        self.losses += 1
+        self.say(f"cluster: {one.words()}; starting another")
+        one.url, one.said, one.code, one.gone = "", b"", None, False
+        self.publish(self.servers)
+        one.actor = one.begin_again()
+        self.placing[one.actor.address.remote()] = one
+
+    def start(self, trainers: Sequence[Place], options: Sequence[str]) -> None:
         ((host, port),) = answers([trainers[0].actor.address.remote()])
-        words = ["train", *self.words(*([f"engine.url=[{', '.join(urls)}]"] if urls else [])), *options]
+        words = ["train", *self.words(*([f"engine.url=file://{self.listing}"] if self.settings.servers else [])), *options]
         launch = {"WORLD_SIZE": str(len(trainers)), "LOCAL_RANK": "0", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
         terminal = tuple(shutil.get_terminal_size()) if sys.stdout.isatty() else None
         for rank, one in enumerate(trainers):
@@ -286,24 +328,40 @@ class Attempts:
 
         until = time.monotonic() + seconds
         while self.reading and not done() and time.monotonic() < until:
-            for call in ray.wait(list(self.reading), timeout=TICK)[0]:
-                one = self.reading.pop(call)
+            for call in ray.wait([*self.reading, *self.placing], timeout=TICK)[0]:
+                one = self.reading.pop(call, None) or self.placing.pop(call)
                 try:
-                    said = ray.get(call)
+                    self.hear(one, ray.get(call))
                 except ray.exceptions.RayError:
                     one.gone = True
-                    continue
-                if isinstance(said, int):
-                    one.code = said
-                    continue
-                show(one.name, *said)
-                one.said = (one.said + said[1])[-TAIL:]
-                self.reading[one.actor.read.remote()] = one
+                except ProcessError as error:  # its node differs
+                    self.say(f"cluster: {error}")
+                    one.gone = True
+            for one in self.servers:
+                if one.gone or one.code is not None:
+                    self.revive(one)
             if self.stop.why and not self.asked:
                 self.asked = True
                 for one in self.reading.values():
                     if one.name.startswith("rank"):
                         one.actor.send.remote(signal.SIGTERM)
+
+    def hear(self, one: Place, said: Any) -> None:
+        """Takes what a call has returned: output, the exit code after the last of it, or the address of another server."""
+        if isinstance(said, int):
+            one.code = said
+            return
+        if isinstance(said[0], str):
+            one.host, one.port = said
+            self.compare([one])
+            self.begin_server(one)
+            return
+        show(one.name, *said)
+        one.said = (one.said + said[1])[-TAIL:]
+        self.reading[one.actor.read.remote()] = one
+        if READY in one.said and not one.url and one.name.startswith("server"):
+            one.url = f"http://{one.host}:{one.port}"
+            self.publish(self.servers)
 
 
 def answers(calls: Sequence[Any]) -> list[Any]:

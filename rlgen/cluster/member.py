@@ -35,15 +35,15 @@ class Member:
         self._guard: subprocess.Popen[bytes] | None = None
         self._streams: dict[int, int] = {}  # descriptors of its output, with the stream: 1 or 2
 
-    def facts(self, files: Sequence[str]) -> dict[str, str]:
-        """Returns what is compared between nodes: versions, and digests of `files`; "none" where something is missing."""
+    def facts(self, recipe: str, shared: str) -> dict[str, str]:
+        """Returns what is compared between nodes: versions, a digest of the recipe, and whether the file `shared` is there."""
         found = {"python": platform.python_version(), "rlgen": rlgen.__version__}
         for package in PACKAGES:
             try:
                 found[package] = version(package)
             except PackageNotFoundError:
                 found[package] = "none"
-        return found | {file: digest(Path(file)) for file in files}
+        return found | {"recipe": digest(Path(recipe)), "shared": "seen" if Path(shared).exists() else "none"}
 
     def address(self) -> tuple[str, int]:
         """Returns the address of this node, and a free port."""

@@ -2,8 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeAlias, TypeVar
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from typing import Generic, TypeAlias, TypeVar
 
 import aiohttp
 
@@ -80,45 +80,118 @@ class OpenRequests:
 T = TypeVar("T")
 # Waits for further things to request and returns them; (): no more will come.
 More: TypeAlias = Callable[[], Awaitable[Sequence[T]]]
+Ask: TypeAlias = Callable[[OpenRequests, T], Awaitable[None]]
+
+
+class Lines(Generic[T]):
+    """The servers of one call of `each`, and which of the things is open on which.
+
+    Args:
+        key: of a thing. Things of one key go to one server, whose prefix cache then has what they share.
+        lost: called with each server that is lost while another is left.
+    """
+
+    def __init__(
+        self, lines: Sequence[OpenRequests], key: Callable[[T], Hashable] | None, lost: Callable[[ServerLost], None]
+    ) -> None:
+        self._left = list(lines)
+        self._key, self._lost = key, lost
+        self._of_key: dict[Hashable, OpenRequests] = {}
+        self._open: dict[asyncio.Task[None], tuple[OpenRequests, T]] = {}
+
+    async def ask(self, ask: Ask[T], thing: T, again: Callable[[T], object]) -> None:
+        """Requests a thing. If its server is lost, calls `again` with all that were open there.
+
+        Raises ServerLost if it was the last server.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        line = self._line_of(thing)
+        self._open[task] = line, thing
+        try:
+            await ask(line, thing)
+        except ServerLost as lost:
+            self._drop(line, lost, again)
+        finally:
+            self._open.pop(task, None)
+
+    async def watch(self, line: OpenRequests, again: Callable[[T], object]) -> None:
+        try:
+            await line.watch()
+        except ServerLost as lost:
+            self._drop(line, lost, again)
+
+    def _line_of(self, thing: T) -> OpenRequests:
+        """Returns the server of the thing's key, or else that with the fewest open requests, the first of several."""
+        key = None if self._key is None else self._key(thing)
+        line = self._of_key.get(key)
+        if key is None or line not in self._left:
+            line = self._of_key[key] = min(self._left, key=lambda one: one.open)
+        return line
+
+    def _drop(self, line: OpenRequests, lost: ServerLost, again: Callable[[T], object]) -> None:
+        if line in self._left:
+            if len(self._left) == 1:
+                raise lost
+            self._left.remove(line)
+            self._lost(lost)
+        for task, (at, thing) in list(self._open.items()):
+            if at is line:
+                del self._open[task]
+                again(thing)
+                if task is not asyncio.current_task():
+                    task.cancel()
 
 
 async def each(
     servers: Sequence[Server],
     most: int,
     things: Sequence[T],
-    ask: Callable[[OpenRequests, T], Awaitable[None]],
+    ask: Ask[T],
+    *,
+    key: Callable[[T], Hashable] | None = None,
+    lost: Callable[[ServerLost], None],
     more: More[T] | None = None,
     closed: threading.Event | None = None,
 ) -> None:
-    """Calls `ask` for each of `things`, with the server that has the fewest open requests of this client, the first of several.
+    """Calls `ask` for each of `things`, with a server. When one is lost, others get what it has not answered.
 
     Args:
         most: maximum of open requests; how many of them run at once is decided by the servers.
+        key: see `Lines`; used if `things` have as many keys as there are servers, so that none stays idle.
+        lost: called with each server that is lost while another is left.
         more: called again and again for further things while the others are being requested, until it returns none.
         closed: ends the calls within CLOSING_SECONDS once it is set.
 
-    Raises the error of the first call that fails; the others are cancelled.
+    Raises the error of the first call that fails, and ServerLost when the last server is lost; the other calls are cancelled.
     """
     room = asyncio.Semaphore(most)
+    if key is not None and len(set(map(key, things))) < len(servers):
+        key = None
     async with servers[0].session() as session:
         lines = [OpenRequests(server, session) for server in servers]
+        those_left = Lines(lines, key, lost)
+        calls = asyncio.TaskGroup()
+
+        def begin(thing: T) -> None:
+            calls.create_task(one(thing))
 
         async def one(thing: T) -> None:
             async with room:
-                await ask(min(lines, key=lambda line: line.open), thing)
+                await those_left.ask(ask, thing, begin)
 
         async def all_of_them() -> None:
-            async with asyncio.TaskGroup() as calls:
+            async with calls:
                 for thing in things:
-                    calls.create_task(one(thing))
+                    begin(thing)
                 while more is not None and (further := await more()):
                     for thing in further:
-                        calls.create_task(one(thing))
+                        begin(thing)
 
         failed: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as group:
-                watching = [group.create_task(line.watch()) for line in lines]
+                watching = [group.create_task(those_left.watch(line, begin)) for line in lines]
                 if closed is not None:
                     watching.append(group.create_task(until(closed)))
                 await all_of_them()

@@ -1,29 +1,21 @@
-"""Manages the vLLM servers of a run, which all hold the same weights: sends weights, restarts lost servers.
+"""Manages the vLLM servers of a run, which all hold the same weights: sends weights, loses and adopts servers.
 
-Every process of a run sends its own requests; only the main process manages the servers. Another process that finds a server lost
-writes that to the store of the process group and waits. A thread of the main process polls the store, whatever the main thread is
-doing, recovers the server and writes the result. The keys, prefixed with the name of the pool's run:
-
-    asked            how many recoveries were requested
-    lost/N           the Nth request: {"url", "what", "before"}
-    recovered/N      its result: {} or {"message", "exit_code"}
-    brought_back     how often each server has been recovered, by URL
-    stopped          present when the main process no longer manages the servers
+While others are left, a lost server costs only its unfinished requests, which go to the others (`rlgen.engines.client`). A thread
+starts it again, or waits until it answers. At the next sync it gets the new weights and is one of the servers again, and so is
+every server that was added to the file or DNS name of `engine.url`. If none is left, the calls wait for the first that is back.
 """
 
-import json
 import secrets
-import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 from rlgen.engines.base import EngineInfo, SyncReport, Weights
 from rlgen.engines.http import Server, WeightsKept
@@ -31,10 +23,9 @@ from rlgen.engines.launch import ServerProcess
 from rlgen.engines.nccl import Broadcast
 from rlgen.engines.transfer import FileTransfer
 from rlgen.errors import EngineError, RlgenError, ServerLost
-from rlgen.processes import Processes
 
 STALE = -1  # weight version before the first sync of this run
-POLL = 0.1  # seconds between two reads of the store
+EVERY = 0.5  # seconds between two looks at a server that does not answer
 LOADING = "loading"  # label of weights that are being replaced
 
 
@@ -47,11 +38,30 @@ class SentWeights:
     syncs: int  # number of syncs so far
 
 
+class Absent:
+    """A server that is lost, or new: a thread calls `revive` and then waits until it passes its health check."""
+
+    def __init__(self, server: Server, stopped: threading.Event, revive: Callable[[], None] | None = None) -> None:
+        self.server = server
+        self.ready, self.forgotten = threading.Event(), threading.Event()
+        self._stopped, self._revive = stopped, revive
+        threading.Thread(target=self._run, name="rlgen-absent", daemon=True).start()
+
+    def _run(self) -> None:
+        with suppress(RlgenError):  # it does not start: it will not be ready
+            if self._revive is not None:
+                self._revive()
+            while not (self._stopped.is_set() or self.forgotten.wait(EVERY)):
+                if self.server.healthy():
+                    self.ready.set()
+                    return
+
+
 class ServerPool:
     """One or several servers, all with the same weights.
 
     Every completion carries the label of the weights that sampled it. A label of another run, or none, means that the server was
-    restarted or used by another run: it is sent the current weights again.
+    restarted or used by another run: it is lost until it has the current weights again.
 
     Args:
         processes: of the servers that this run started, by URL; others cannot be restarted from here.
@@ -59,8 +69,10 @@ class ServerPool:
         in_flight: whether a sync pauses running requests instead of waiting for them.
         merges: whether an adapter is sent alone, and each server merges it.
         restarts: how often servers may be restarted or sent their weights again, all servers together.
-        carrier: sends weights to the servers. A broadcast keeps no copy of them, so with it no server can be recovered.
-        say: receives a line for each recovery.
+        carrier: sends weights to the servers. A broadcast keeps no copy of them: with none left, no server can be recovered.
+        say: receives a line for each server that is lost, recovered or adopted.
+        found: returns the servers that there are now, by any process; None: always those of `servers`.
+        patience: seconds to wait for a server when none is left, and this run has started none.
 
     Raises EngineError if a server cannot be reached, refuses, or lacks what training needs.
     """
@@ -76,24 +88,31 @@ class ServerPool:
         restarts: int,
         carrier: FileTransfer | Broadcast,
         say: Callable[[str], None],
+        found: Callable[[], Sequence[Server]] | None = None,
+        patience: float = 0.0,
     ) -> None:
-        self.servers, self._processes = tuple(servers), processes
+        self.servers, self._processes = tuple(servers), processes  # `servers`: those that are present
         self.in_flight, self.merges = in_flight, merges
-        self._restarts, self._carrier, self._say = restarts, carrier, say
+        self._shape, self._restarts, self._carrier, self._say = shape, restarts, carrier, say
+        self._found, self._patience = found, patience
         self.held = SentWeights(run=secrets.token_hex(4), version=STALE, syncs=0)
-        self._recovering = threading.RLock()
-        self._counting = threading.Lock()
+        self._absent: dict[str, Absent | None] = {}  # None: stays away
+        self._recovering = threading.RLock()  # weights are being sent
+        self._changing = threading.RLock()  # of `servers`, `_absent` and `_brought_back`: held for an instant
         self._brought_back: Counter[str] = Counter()
         self._stopped = threading.Event()
         first, *others = facts = [self._examined(server, shape) for server in self.servers]
         for server, other in zip(self.servers[1:], others, strict=True):
-            if any(getattr(other, name) != getattr(first, name) for name in ("settings", "stop_ids", "quantization")):
-                raise EngineError(
-                    f"{server.url} and {self.servers[0].url} have different settings, {other} and {first}; start both with the"
-                    " same recipe"
-                )
+            self._same(server, other, first)
         # Servers that were started with different plans count as one engine, whose plan is all of theirs.
         self.facts = replace(first, plan=" ".join(sorted({one.plan for one in facts})))
+
+    def _same(self, server: Server, facts: EngineInfo, first: EngineInfo) -> None:
+        if any(getattr(facts, name) != getattr(first, name) for name in ("settings", "stop_ids", "quantization")):
+            raise EngineError(
+                f"{server.url} and {self.servers[0].url} have different settings, {facts} and {first}; start both with the"
+                " same recipe"
+            )
 
     @staticmethod
     def _examined(server: Server, shape: Mapping[str, Any]) -> EngineInfo:
@@ -112,17 +131,20 @@ class ServerPool:
     @property
     def brought_back(self) -> Counter[str]:
         """Returns how often each server has been recovered, by URL."""
-        return self._brought_back.copy()
+        with self._changing:
+            return self._brought_back.copy()
 
     def sync(self, weights: Weights, version: int, hashed: bool = False) -> SyncReport:
-        """Sends all weights to all servers, as `Engine.sync`.
+        """Adopts servers that are back or new, and sends all weights to all servers, as `Engine.sync`.
 
         If the servers' receipts differ, returns one that differs, for the caller to report.
         """
         with self._recovering:
+            self._adopt()
             if isinstance(self._carrier, FileTransfer):
                 receipts = self._deliver(self._carrier, weights, version, hashed)
             else:
+                self._carrier.join(self.servers)
                 with self._replacing(self.servers, version):
                     receipts = self._carrier.send(weights, version, hashed)
             self.held = replace(self.held, version=version, syncs=self.held.syncs + 1)
@@ -131,19 +153,53 @@ class ServerPool:
                 return receipt  # the sender compares it with what it sent
         return receipts[0]
 
-    def _deliver(self, files: FileTransfer, weights: Weights, version: int, hashed: bool) -> list[SyncReport]:
-        """Sends weights by files to all servers at the same time; restarts servers that have died."""
+    def _adopt(self) -> None:
+        """Makes servers present that are back or new, and forgets those that are gone from where servers are found."""
+        if self._found is not None:
+            there = {server.url: server for server in self._found()}
+            for url, server in there.items():
+                if url not in self._absent and all(url != one.url for one in self.servers):
+                    self._absent[url] = Absent(server, self._stopped)
+            with self._changing:  # with none there, those that still answer stay
+                self.servers = tuple(server for server in self.servers if server.url in there) or self.servers
+            for url in self._absent.keys() - there.keys():
+                if (gone := self._absent.pop(url)) is not None:
+                    gone.forgotten.set()
+        for url, absent in list(self._absent.items()):
+            if absent is not None and absent.ready.is_set():
+                del self._absent[url]
+                self._welcome(absent.server)
 
-        def give(server: Server) -> SyncReport:
+    def _welcome(self, server: Server) -> None:
+        """Makes a server present if it can be used. It has no weights of this run yet."""
+        try:
+            self._same(server, self._examined(server, self._shape), self.facts)
+        except EngineError as error:
+            self._say(f"engine: {error}. It is left out")
+            self._absent[server.url] = Absent(server, self._stopped) if isinstance(error, ServerLost) else None
+            return
+        with self._changing:
+            self.servers = (*self.servers, server)
+        self._say(f"engine: {server.url} takes part from now on, as one of {len(self.servers)} servers")
+
+    def _deliver(self, files: FileTransfer, weights: Weights, version: int, hashed: bool) -> list[SyncReport]:
+        """Sends weights by files to all servers at the same time; those that are lost meanwhile are left out, if one is not."""
+
+        def give(server: Server) -> SyncReport | ServerLost:
             try:
                 return self._load(server, folder, version, hashed)
             except ServerLost as lost:
-                self._restart(lost)
-                return self._load(server, folder, version, hashed)
+                return lost
 
         with ThreadPoolExecutor(len(self.servers), thread_name_prefix="rlgen-loading") as each:
             folder = files.write(weights, version)  # no server is recovered meanwhile: the previous weights are gone
-            receipts = list(each.map(give, self.servers))
+            ends = list(each.map(give, self.servers))
+        receipts = [end for end in ends if isinstance(end, SyncReport)]
+        lost, before = [end for end in ends if isinstance(end, ServerLost)], self.brought_back
+        if not receipts:
+            receipts = [self._load(self._back(lost[0]), folder, version, hashed)]
+        for one in lost:
+            self.lose(one, before)
         files.current = folder
         return receipts
 
@@ -179,26 +235,57 @@ class ServerPool:
                 for server in paused:
                     server.resume()
 
-    def recover(self, lost: ServerLost, before: Mapping[str, int]) -> None:
-        """Sends a server the current weights again, after a restart if it does not answer.
+    def lose(self, lost: ServerLost, before: Mapping[str, int]) -> None:
+        """Leaves a server out until a sync after it is back. Keeps it if it is the only one; returns at once.
 
-        Does nothing if it was recovered more often than `before` the failed request was sent: another thread has done it. Raises
-        EngineError if the server cannot be restarted from here, or the limit engine.restarts is reached.
+        Does nothing if it was recovered more often than `before` the failed request was sent: another thread has done it.
         """
-        if isinstance(self._carrier, Broadcast):
-            raise EngineError(
-                f"{lost}. engine.transfer nccl keeps no copy of the weights to send again; resume the run with --resume"
-            ) from lost
-        with self._recovering:
-            if self._brought_back[lost.url] > before.get(lost.url, 0):
+        with self._changing:
+            server = next((one for one in self.servers if one.url == lost.url), None)
+            if server is None or len(self.servers) == 1 or self._brought_back[lost.url] > before.get(lost.url, 0):
                 return
+            try:
+                self._count(lost)
+                process = self._processes.get(lost.url)
+                words = "it takes part again when it answers" if process is None else "it is started again"
+                absent = Absent(server, self._stopped, None if process is None else partial(self._restart, process, server, lost))
+            except EngineError:
+                words = f"it stays away, for servers were recovered {self._restarts} times (engine.restarts)"
+                absent = None
+            self.servers = tuple(one for one in self.servers if one is not server)
+            self._absent[server.url] = absent
+        self._say(f"engine: {lost}; {words}, and meanwhile {len(self.servers)} other servers answer its requests")
+
+    def _restart(self, process: ServerProcess, server: Server, lost: ServerLost) -> None:
+        """Restarts a server that this run has started, unless it only has other weights."""
+        if not self._has_other_weights(server):
+            try:
+                process.restart()
+            except RlgenError as error:
+                self._say(f"engine: {lost.url} was not started again, and stays away: {error}")
+                raise
+
+    def recover(self, lost: ServerLost, before: Mapping[str, int]) -> None:
+        """Returns when there is a server with the current weights, for a call that has lost all of its servers, `lost` at last.
+
+        If no other is present, sends this one the current weights again, after a restart if it does not answer. Raises
+        EngineError if no server can be recovered, or the limit engine.restarts is reached.
+        """
+        with self._recovering:
+            self.lose(lost, before)
+            if self._brought_back[lost.url] > before.get(lost.url, 0) or all(one.url != lost.url for one in self.servers):
+                return
+            if isinstance(self._carrier, Broadcast):
+                raise EngineError(
+                    f"{lost}. engine.transfer nccl keeps no copy of the weights to send again; resume the run with --resume"
+                ) from lost
             if self._stopped.is_set() or self._carrier.current is None:
                 raise lost
-            server = next(server for server in self.servers if server.url == lost.url)
+            server = self.servers[0]
             if self._has_other_weights(server):
                 self._count(lost)
             else:
-                self._restart(lost)
+                server = self._back(lost)
             self._load(server, self._carrier.current, self.held.version, hashed=False)
             self._say(
                 f"engine: {server.url} has the weights of version {self.held.version} again; its open requests are sent again"
@@ -211,17 +298,34 @@ class ServerPool:
         except ServerLost:
             return False
 
-    def _restart(self, lost: ServerLost) -> None:
-        """Restarts a server. Raises ServerLost if it was started elsewhere, EngineError if the limit is reached."""
-        if lost.url not in self._processes:
-            raise ServerLost(lost.url, f"{lost.what}. Start it with `rlgen serve`, then resume the run with --resume") from lost
-        self._count(lost)
-        self._say(f"engine: {lost}; starting it again")
-        self._processes[lost.url].restart()
+    def _back(self, lost: ServerLost) -> Server:
+        """Returns a server that is back, when none is left: `lost` after a restart, or else the first that answers.
+
+        Raises ServerLost if none does within `patience`, EngineError if the limit of restarts is reached.
+        """
+        server = next(one for one in self.servers if one.url == lost.url)
+        if process := self._processes.get(lost.url):
+            self._count(lost)
+            self._say(f"engine: {lost}; starting it again")
+            process.restart()
+            return server
+        if self._patience:
+            self._count(lost)
+            self._say(f"engine: {lost}; none is left, so the run waits up to {self._patience:.0f} s for a server")
+            with self._changing:
+                self.servers = ()
+            self._absent[lost.url] = Absent(server, self._stopped)
+            until = time.monotonic() + self._patience
+            while time.monotonic() < until and not self._stopped.wait(EVERY):
+                self._adopt()
+                if self.servers:
+                    return self.servers[0]
+            self.servers = (server,)
+        raise ServerLost(lost.url, f"{lost.what}. Start it with `rlgen serve`, then resume the run with --resume") from lost
 
     def _count(self, lost: ServerLost) -> None:
         """Counts one recovery. Raises EngineError if the limit engine.restarts is reached."""
-        with self._counting:  # several servers may be restarted at the same time
+        with self._changing:  # several servers may be restarted at the same time
             if (total := self._brought_back.total()) >= self._restarts:
                 raise EngineError(f"{lost}. Servers were recovered {total} times, as often as engine.restarts allows") from lost
             self._brought_back[lost.url] += 1
@@ -238,143 +342,3 @@ class ServerPool:
         """Removes the weight files. Must be called after all sampling and recovery has ended."""
         if isinstance(self._carrier, FileTransfer):
             self._carrier.close()
-
-
-class SharedServerPool:
-    """The servers as each process of a run sees them: managed in the main process, through the store from the others.
-
-    `open_pool` is called only in the main process. If that fails, or a process cannot reach a server, every process raises.
-    """
-
-    def __init__(self, processes: Processes, open_pool: Callable[[], ServerPool]) -> None:
-        assert processes.store is not None  # there are several processes
-        self._processes = processes
-        self._pool: ServerPool | None = None
-        self._stopped = threading.Event()
-        self._failure: RlgenError | None = None  # of the first failed recovery, in the main process
-        self._failing = threading.Lock()
-
-        def start() -> tuple[tuple[Server, ...], EngineInfo, SentWeights, bool, bool]:
-            pool = self._pool = open_pool()
-            return pool.servers, pool.facts, pool.held, pool.in_flight, pool.merges
-
-        servers, self.facts, self.held, self.in_flight, self.merges = processes.on_main(start, keepalive=True)
-        self._store = dist.PrefixStore(f"servers/{self.held.run}", processes.store)
-        turn = processes.rank % len(servers)  # spreads processes with few requests over the servers
-        self.servers = servers[turn:] + servers[:turn]
-        try:
-            if self._pool is not None:
-                self._write("brought_back", {})
-            processes.run_all(self._reach)
-        except BaseException:
-            self.stop()
-            self.close()
-            raise
-        if self._pool is not None:
-            threading.Thread(target=self._listen, args=(self._pool,), name="rlgen-servers", daemon=True).start()
-
-    def _reach(self) -> None:
-        """Checks that this process can reach every server. Raises EngineError if it cannot."""
-        for server in self.servers:
-            try:
-                server.look()
-            except ServerLost as lost:
-                raise EngineError(
-                    f"{lost}. This is process {self._processes.rank} on {socket.gethostname()}, and every process sends"
-                    " requests to the servers itself; set engine.host (or engine.url) to an address that all machines can reach"
-                ) from lost
-
-    # None of these calls waits for another process.
-
-    def _write(self, key: str, value: Mapping[str, Any]) -> None:
-        self._store.set(key, json.dumps(value))
-
-    def _read(self, key: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self._store.get(key))
-        return found
-
-    @property
-    def brought_back(self) -> Mapping[str, int]:
-        return self._pool.brought_back if self._pool is not None else self._read("brought_back")
-
-    def recover(self, lost: ServerLost, before: Mapping[str, int]) -> None:
-        """Recovers a server as `ServerPool.recover`; outside the main process, asks it to and waits for the result."""
-        if self._pool is not None:
-            self._bring_back(self._pool, lost, before)
-            return
-        number = self._store.add("asked", 1)
-        self._write(f"lost/{number}", {"url": lost.url, "what": lost.what, "before": dict(before)})
-        while not self._store.check([f"recovered/{number}"]):
-            if self._stopped.wait(POLL) or self._store.check(["stopped"]):
-                raise lost
-        if failed := self._read(f"recovered/{number}"):
-            error = EngineError(failed["message"])
-            error.exit_code = failed["exit_code"]
-            raise error from lost
-
-    def _bring_back(self, pool: ServerPool, lost: ServerLost, before: Mapping[str, int]) -> None:
-        """Recovers a server in the main process and publishes the counts of recoveries.
-
-        Raises RlgenError if the recovery failed. Later calls raise the same error without trying again.
-        """
-        with self._failing:
-            if self._failure is not None:
-                raise self._failure
-            try:
-                pool.recover(lost, before)
-            except RlgenError as error:
-                self._failure = error
-                raise
-            finally:
-                self._write("brought_back", pool.brought_back)
-
-    def _listen(self, pool: ServerPool) -> None:
-        """Serves the recovery requests of the other processes, until the servers are stopped. Runs in a thread."""
-        number = 1
-        with suppress(RuntimeError):  # the store is gone, and so are the other processes
-            while not self._stopped.wait(POLL):
-                if not self._store.check([f"lost/{number}"]):
-                    continue
-                asked, result = self._read(f"lost/{number}"), {}
-                try:
-                    self._bring_back(pool, ServerLost(asked["url"], asked["what"]), asked["before"])
-                except RlgenError as error:
-                    result = {"message": str(error), "exit_code": error.exit_code}
-                except Exception as error:  # a bug: the waiting process must get an answer
-                    result = {"message": f"{type(error).__name__}: {error}", "exit_code": RlgenError.exit_code}
-                self._write(f"recovered/{number}", result)
-                number += 1
-
-    def sync(self, weights: Weights, version: int, hashed: bool) -> SyncReport:
-        """Sends all weights from the main process and returns its receipt in every process. Called by all at the same time."""
-        pool = self._pool
-
-        def send() -> tuple[SyncReport, SentWeights] | None:
-            if pool is None:
-                return None
-            try:
-                return pool.sync(weights, version, hashed), pool.held
-            finally:
-                self._write("brought_back", pool.brought_back)
-                # Sharded tensors are gathered by all processes at once: each must iterate over all of them.
-                for _ in weights:
-                    pass
-
-        if pool is None:
-            for _ in weights:
-                pass
-        sent = self._processes.on_main(send, keepalive=True)
-        assert sent is not None  # the main process has a pool
-        receipt, self.held = sent
-        return receipt
-
-    def stop(self) -> None:
-        self._stopped.set()
-        if self._pool is not None:
-            with suppress(RuntimeError):  # the store is gone, and so are the other processes
-                self._write("stopped", {})
-            self._pool.stop()
-
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.close()

@@ -58,6 +58,12 @@ class Server:
         self._token = token
         self._soon = min(ANSWER_SECONDS, timeout)
 
+    def like(self, url: str) -> "Server":
+        """Returns another server of the same kind, at `url`."""
+        other = Server(url, self._token, self.timeout, self.again)
+        other.arrays = self.arrays
+        return other
+
     def session(self) -> aiohttp.ClientSession:
         """Returns a client session of the running event loop. It sets no limit of connections, and uses no proxy."""
         return aiohttp.ClientSession(

@@ -52,8 +52,20 @@ class Broadcast:
     def __init__(
         self, servers: Sequence[Server], host: str, connect: Callable[[str, int, int], NcclEndpoint], timeout: float
     ) -> None:
-        self._servers, self._timeout = tuple(servers), timeout
+        self._host, self._connect, self._timeout = host, connect, timeout
         self._endpoint: NcclEndpoint | None = None
+        self._servers: tuple[Server, ...] = ()
+        self.join(servers)
+
+    def join(self, servers: Sequence[Server]) -> None:
+        """Makes a group with these servers, if they are others than before. Call it when some were lost or have come back.
+
+        Raises EngineError if a server cannot receive weights over NCCL, or a rank did not join.
+        """
+        if tuple(servers) == self._servers:
+            return
+        self.close()
+        self._servers, host = tuple(servers), self._host
         *offsets, world = accumulate(map(workers_of, servers), initial=1)  # the trainer is rank 0
         port = claim(host, 0)
         # vLLM cuts what it receives into buffers of this size: one for each bucket.
@@ -63,10 +75,10 @@ class Broadcast:
 
         def join(server: Server) -> None:
             info = {**common, "rank_offset": first_rank[server.url]}
-            server.call("POST", "/init_weight_transfer_engine", {"init_info": info}, timeout)
+            server.call("POST", "/init_weight_transfer_engine", {"init_info": info}, self._timeout)
 
         phase = f"joining a group of {world} at {host}:{port}"
-        self._endpoint = self._together(phase, join, partial(connect, host, port, world))[TRAINER]
+        self._endpoint = self._together(phase, join, partial(self._connect, host, port, world))[TRAINER]
 
     @property
     def broken(self) -> bool:

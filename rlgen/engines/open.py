@@ -3,6 +3,7 @@
 import math
 import os
 import subprocess
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -15,21 +16,22 @@ import torch
 from rlgen.engines import vllm_compat, vllm_weights
 from rlgen.engines.base import Engine, model_shape
 from rlgen.engines.colocated import ColocatedEngine
-from rlgen.engines.fleet import ServerPool, SharedServerPool
+from rlgen.engines.fleet import ServerPool
+from rlgen.engines.found import addresses, is_looked_up
 from rlgen.engines.http import Server
 from rlgen.engines.launch import ServerPlan, ServerProcess, new_token, start_servers
 from rlgen.engines.nccl import NEEDS_GPU, Broadcast, own_address
 from rlgen.engines.plan import EnginePlan
 from rlgen.engines.server import ServerEngine
+from rlgen.engines.shared_fleet import SharedServerPool
 from rlgen.engines.transfer import FileTransfer
 from rlgen.engines.transformers import TransformersEngine
-from rlgen.errors import SetupError, UsageError
+from rlgen.errors import EngineError, SetupError, UsageError
 from rlgen.models.load import load_config, load_model, load_tokenizer
 from rlgen.models.vision import Vision, reads_images
 from rlgen.out_of_memory import GIB
 from rlgen.processes import Processes, cores
 from rlgen.recipe.engines import ColocatedEngineRecipe, EngineNeeds, ServerEngineRecipe, TransformersEngineRecipe
-from rlgen.recipe.rules import servers
 
 MIB = 1 << 20
 PATIENCE = 10.0  # timeout of nvidia-smi in seconds
@@ -52,7 +54,7 @@ def build_engine(needs: EngineNeeds, location: str, processes: Processes, logs: 
             processes.run_all(lambda: require_free(processes.device, share, settings.kv_cache_gib))
         return ColocatedEngine(EnginePlan.of(needs, location), wait=processes.timeout if processes.world > 1 else None)
     if isinstance(settings, ServerEngineRecipe):
-        opened = partial(open_servers, needs, settings, location, logs, say)
+        opened = partial(open_servers, needs, settings, location, logs, say, processes.timeout)
         pool = SharedServerPool(processes, opened) if processes.world > 1 else opened()
         return ServerEngine(pool, 1 + needs.rollout.async_steps)
     if not isinstance(settings, TransformersEngineRecipe):
@@ -69,9 +71,17 @@ def build_engine(needs: EngineNeeds, location: str, processes: Processes, logs: 
 
 
 def open_servers(
-    needs: EngineNeeds, settings: ServerEngineRecipe, location: str, logs: Path, say: Callable[[str], None]
+    needs: EngineNeeds,
+    settings: ServerEngineRecipe,
+    location: str,
+    logs: Path,
+    say: Callable[[str], None],
+    patience: float,
 ) -> ServerPool:
     """Connects to the servers that `settings` name, or starts them.
+
+    Args:
+        patience: seconds to wait for a server when none of several is left, or none is found.
 
     Raises:
         SetupError: the token's variable is not set, there is no GPU for nccl, or several servers would use the same GPUs.
@@ -79,7 +89,7 @@ def open_servers(
     """
     token = os.environ.get(settings.token_env)
     if token is None and settings.url is not None:
-        for url in servers(settings):
+        for url in addresses(settings):
             Server(url, "", settings.timeout).look(needs_token=False)
         raise SetupError(
             f"engine.token_env: the environment variable {settings.token_env} is not set; set it to the token of the server at"
@@ -92,7 +102,9 @@ def open_servers(
         carrier: FileTransfer | Broadcast | None = FileTransfer(settings.transfer_dir) if settings.transfer == "files" else None
         if carrier is not None:
             undo.callback(carrier.close)
-        pool = [Server(url, token, settings.timeout, again=True) for url in servers(settings)]
+        listed = partial(listed_servers, settings, token)
+        looked_up = is_looked_up(settings)
+        pool = first_found(listed, str(settings.url), patience) if looked_up else listed()
         processes: dict[str, ServerProcess] = {}
         if settings.launch:
             plans = server_plans(needs, location)
@@ -114,9 +126,25 @@ def open_servers(
             restarts=settings.restarts,
             carrier=carrier,
             say=say,
+            found=listed if looked_up else None,
+            patience=patience if looked_up or (len(pool) > 1 and not settings.launch) else 0.0,
         )
         undo.pop_all()
     return opened
+
+
+def listed_servers(settings: ServerEngineRecipe, token: str) -> list[Server]:
+    return [Server(url, token, settings.timeout, again=True) for url in addresses(settings)]
+
+
+def first_found(listed: Callable[[], list[Server]], place: str, patience: float) -> list[Server]:
+    """Returns the servers that answer, when one does. Raises EngineError if none does within `patience` seconds."""
+    until = time.monotonic() + patience
+    while not (answering := [server for server in listed() if server.healthy()]):
+        if time.monotonic() > until:
+            raise EngineError(f"engine.url: no server of {place} answered within {patience:.0f} s (processes.timeout)")
+        time.sleep(1)
+    return answering
 
 
 def server_plans(needs: EngineNeeds, location: str) -> list[ServerPlan]:

@@ -2,9 +2,10 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,8 +14,9 @@ from rlgen.engines import client
 from rlgen.engines.answer import JSON_ROUTE, ROUTE, read_answer, read_prefilled
 from rlgen.engines.base import EngineCapabilities, EngineInfo, Finished, FollowUpQueue, Pending, SyncReport, Weights
 from rlgen.engines.client import OpenRequests
-from rlgen.engines.fleet import ServerPool, SharedServerPool
+from rlgen.engines.fleet import ServerPool
 from rlgen.engines.http import connections
+from rlgen.engines.shared_fleet import SharedServerPool
 from rlgen.engines.vllm_compat import sampling_arguments
 from rlgen.errors import ServerLost
 from rlgen.types import Completion, Ids, Image, LogProbs, Request, Sampling
@@ -59,9 +61,9 @@ class SamplingCall:
 class ServerEngine:
     """An engine that samples from one or several servers with the same weights.
 
-    Every completion carries the label of the weights that sampled it. A server with other weights, or a lost one, is recovered by
-    `keeper`, and its requests are sent again. A completion depends only on its request and on the weights, so a repeated request
-    gives the same completion.
+    Every completion carries the label of the weights that sampled it. The unfinished requests of a lost server, or of one with
+    other weights, go to the others; when none is left, `keeper` recovers one. A completion depends only on its request and on the
+    weights, so a repeated request gives the same completion.
 
     Args:
         keeper: manages the servers: in a run of one process directly, in each of several processes through the main one.
@@ -103,15 +105,18 @@ class ServerEngine:
         while call.goes_on:
             before = self._keeper.brought_back
             try:
-                asyncio.run(self._sample(call, sampling))
+                asyncio.run(self._sample(call, sampling, partial(self._keeper.lose, before=before)))
             except ServerLost as lost:
                 if self._closed.is_set():
                     raise
                 self._keeper.recover(lost, before)
         return [call.answers[place] for place in range(len(call.answers))]
 
-    async def _sample(self, call: SamplingCall, sampling: Sampling) -> None:
-        """Samples all requests, also those that are added. Raises EngineError soon after the engine is closed."""
+    async def _sample(self, call: SamplingCall, sampling: Sampling, lost: Callable[[ServerLost], None]) -> None:
+        """Samples all requests, also those that are added. Raises EngineError soon after the engine is closed.
+
+        Calls `lost` with each server that is lost; raises ServerLost when none is left.
+        """
         shared = sampling_arguments(sampling, held=not self._keeper.in_flight)
 
         async def ask(line: OpenRequests, asked: tuple[int, Request]) -> None:
@@ -130,7 +135,16 @@ class ServerEngine:
             call.further.call(lambda: loop.call_soon_threadsafe(call.event.set))
         try:
             waiting = list(call.waiting.items())
-            await client.each(self._keeper.servers, self._connections, waiting, ask, call.more, self._closed)
+            await client.each(
+                self._keeper.servers,
+                self._connections,
+                waiting,
+                ask,
+                key=lambda asked: asked[1].prompt_ids.tobytes(),
+                lost=lost,
+                more=call.more,
+                closed=self._closed,
+            )
         finally:
             if call.further is not None:
                 call.further.call(None)
@@ -157,7 +171,9 @@ class ServerEngine:
             raw = await line.post(JSON_ROUTE, msgspec.json.encode({"token_ids": ids, "sampling_params": params}))
             found[place] = read_prefilled(raw, ids, len(prompt_ids), line.server.url)
 
-        asyncio.run(client.each(self._keeper.servers, self._connections, range(len(rows)), ask))
+        before = self._keeper.brought_back
+        lost = partial(self._keeper.lose, before=before)
+        asyncio.run(client.each(self._keeper.servers, self._connections, range(len(rows)), ask, lost=lost))
         return [found[place] for place in range(len(rows))]
 
     def sync(self, weights: Weights, version: int, hashed: bool = False) -> SyncReport:

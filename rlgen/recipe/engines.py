@@ -114,7 +114,8 @@ class ServerEngineRecipe(VllmRecipe):
     kind: Literal["server"]
     """server: vLLM in processes of its own, here or on other machines."""
     url: Text | Annotated[list[Text], Field(min_length=1, max_length=1000)] | None = None
-    """Servers that run already, started by `rlgen serve`."""
+    """Servers that run already, started by `rlgen serve`. Looked up at each sync: file:///PATH (a file of addresses), or
+    dns://NAME:PORT."""
     launch: StrictBool = False
     """Start servers, restart each that dies, stop them with the run."""
     servers: Annotated[StrictInt, Field(ge=1, le=1000)] = 1

@@ -329,7 +329,7 @@ def _server(engine: ServerEngineRecipe, of_cluster: bool) -> Findings:
         what = f"engine.port {engine.port} is for the first server; the last of engine.servers {count} needs port {last}"
         yield Finding("engine.port", what, f"set engine.port to {65536 - count} or less, or remove it")
     for url in urls:
-        if not is_server_address(url):
+        if not is_server_address(url, alone=isinstance(engine.url, str)):
             several = "several are a list: [http://..., http://...]; " if "," in url else ""
             hint = f"{several}write it like http://127.0.0.1:8000; a secret goes into the environment variable {engine.token_env}"
             yield Finding("engine.url", f"engine.url: {url!r} is not the address of a server", hint)
@@ -393,8 +393,13 @@ def servers(engine: ServerEngineRecipe) -> list[str]:
     return [engine.url] if isinstance(engine.url, str) else list(engine.url or [])
 
 
-def is_server_address(url: str) -> bool:
-    """Returns whether the text has the form of a server's address, and holds no secret."""
+def is_server_address(url: str, alone: bool = False) -> bool:
+    """Returns whether the text has the form of a server's address, and holds no secret.
+
+    `alone`: also of a place where addresses are looked up: file:///shared/servers.txt, dns://vllm:8000.
+    """
+    if alone and re.fullmatch(r"file:///[^\s?#]+|dns://[\w.-]+:\d+", url):
+        return True
     try:
         urlsplit(url).port  # noqa: B018 - raises ValueError if the port is not a number
     except ValueError:

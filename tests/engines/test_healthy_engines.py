@@ -51,7 +51,7 @@ class Probed(Server):
         async def ask(line: OpenRequests, place: int) -> None:
             await line.post("/any", str(probes[place]).encode())
 
-        await client.each([self], 9, range(len(probes)), ask)
+        await client.each([self], 9, range(len(probes)), ask, lost=pytest.fail)
 
 
 NEVER = 10**9

@@ -355,11 +355,28 @@ def test_a_failed_broadcast_keeps_the_version_and_asks_no_server_more(
     assert engine.weight_version == 3 and not any("resume" in entry for entry in group.log)
 
 
-def test_a_lost_server_cannot_be_brought_back(on_servers: OnServers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_group_is_made_anew_without_a_lost_server(on_servers: OnServers) -> None:
+    group, servers, engine = on_servers
+    engine.sync(WEIGHTS.items(), 1)
+    engine._keeper.lose(ServerLost("http://one", "died"), {})
+    group.joined, group.closed = threading.Barrier(3), False
+    group.lines[:2] = []
+    servers[1]._ranks = (1, 2)
+    group.log.clear()
+    receipt = engine.sync(WEIGHTS.items(), 2)
+    check_receipt({name: fingerprint(tensor, False) for name, tensor in WEIGHTS.items()}, receipt, 2, engine.weight_version)
+    assert [entry[3] for entry in group.log if entry[0] == "trainer joins"] == [3]
+    assert of(group.log, "http://one") == ["/shutdown_weight_transfer_engine"], "nothing else is asked of it"
+    group.log.clear()
+    engine.sync(WEIGHTS.items(), 3)
+    assert "trainer joins" not in [entry[0] for entry in group.log]
+
+
+def test_with_none_left_no_server_can_be_brought_back(on_servers: OnServers, monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, engine = on_servers
 
-    async def each(*_: Any) -> None:
-        raise ServerLost("http://one", "closed the connection: it died")
+    async def each(servers: Sequence[Any], *_: Any, **__: Any) -> None:
+        raise ServerLost(servers[0].url, "closed the connection: it died")
 
     monkeypatch.setattr(client, "each", each)
     engine.sync(WEIGHTS.items(), 1)

@@ -138,16 +138,17 @@ def test_a_server_holds_tokens_back_only_where_weights_stay(monkeypatch: pytest.
             bodies.append(json.loads(body))
             raise EngineError("enough")
 
-    async def each(servers: Any, most: int, items: Any, ask: Any, more: Any, closed: Any) -> None:
+    async def each(servers: Any, most: int, items: Any, ask: Any, **_: Any) -> None:
         await ask(Line(), items[0])
 
     monkeypatch.setattr("rlgen.engines.client.each", each)
     held = SimpleNamespace(run="r", version=1, syncs=1)
     keeper = SimpleNamespace(in_flight=in_flight, held=held, servers=[])
     engine = SimpleNamespace(_keeper=keeper, _version_of=None, _connections=1, _closed=None)
+    sampling = Sampling(max_tokens=4, temperature=1.0, stop_ids=(257,))
     call = SamplingCall(waiting={0: request((3, 4), seed=1)}, finished=None, further=None)
     with pytest.raises(EngineError, match="enough"):
-        asyncio.run(ServerEngine._sample(engine, call, Sampling(max_tokens=4, temperature=1.0, stop_ids=(257,))))  # type: ignore[arg-type]
+        asyncio.run(ServerEngine._sample(engine, call, sampling, pytest.fail))  # type: ignore[arg-type]
     assert [body["sampling_params"]["extra_args"] for body in bodies] == [{"rlgen_held": not in_flight}]
 
 

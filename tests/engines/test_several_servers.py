@@ -76,8 +76,15 @@ def test_each_answers_its_share_and_comes_back_on_its_own(two: Any, proof: Calla
     alone.close()
 
     kill(before[1])
-    assert engine.generate(REQUESTS, SAMPLING) == answers
-    assert fleet.brought_back == {urls[1]: 1} and urls[1] in said[0] and "starting it again" in said[0]
+    assert engine.generate(REQUESTS, SAMPLING) == answers  # the other one alone
+    assert fleet.brought_back == {urls[1]: 1} and urls[1] in said[0] and "it is started again" in said[0]
+    assert [server.url for server in fleet.servers] == [urls[0]]
+    absent = fleet._absent[urls[1]]
+    assert absent is not None and absent.ready.wait(HANGS)
+    engine.sync(checkpoint_tensors(model), 2)
+    assert {server.url for server in fleet.servers} == set(urls) and "takes part from now on" in said[1]
+    again = engine.generate(REQUESTS, SAMPLING)
+    assert [one.token_ids.tolist() for one in again] == [one.token_ids.tolist() for one in answers]
     after = processes_of(fleet)
     assert [one.pid for one in after[0]] == [one.pid for one in before[0]]  # nobody touched the other one
     assert not {one.pid for one in after[1]} & {one.pid for one in before[1]}

@@ -56,6 +56,9 @@ class FakeServer:
     def reset_cache(self) -> None:
         self.note("reset_cache")
 
+    def healthy(self) -> bool:
+        return False
+
     def label(self) -> str:
         return self.labels[-1]
 

@@ -1,0 +1,28 @@
+"""Finds the servers that there are now: by the list in `engine.url`, by a file that it names, or by a name in DNS."""
+
+import socket
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rlgen.recipe.engines import ServerEngineRecipe
+from rlgen.recipe.rules import servers
+
+
+def is_looked_up(settings: ServerEngineRecipe) -> bool:
+    """Returns whether servers may join and leave: `engine.url` says where they are found."""
+    return isinstance(settings.url, str) and urlsplit(settings.url).scheme in ("file", "dns")
+
+
+def addresses(settings: ServerEngineRecipe) -> list[str]:
+    """Returns the servers' URLs. Where they are looked up: none if file or name does not exist (now)."""
+    if not is_looked_up(settings):
+        return servers(settings)
+    place = urlsplit(str(settings.url))
+    try:
+        if place.scheme == "file":
+            return Path(place.path).read_text(encoding="utf-8").split()
+        told = socket.getaddrinfo(place.hostname, place.port, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    hosts = sorted({str(address[0]) for *_, address in told})
+    return [f"http://{f'[{host}]' if ':' in host else host}:{place.port}" for host in hosts]
