@@ -61,7 +61,7 @@ class OwnAlgorithm:
     def load(cls, settings: OwnRecipe) -> "OwnAlgorithm":
         """Imports the class, calls it with `settings`, and tries its loss."""
         made, sha256 = find_function(settings.use, ALGORITHM)
-        algorithm = called(settings.use, "it", lambda: made(settings))
+        algorithm = call_function(settings.use, "it", lambda: made(settings))
         if missing := [name for name in MEMBERS if not hasattr(algorithm, name)]:
             hint = "derive the class from rlgen.algorithms.base.PolicyGradient, which has all but advantages, loss and divides_by"
             raise CodeError(f"trainer.use: {settings.use} lacks {', '.join(missing)}; {hint}")
@@ -73,7 +73,7 @@ class OwnAlgorithm:
         return own
 
     def advantages(self, scores: Scores) -> Advantages:
-        advantages = called(self.use, "advantages", lambda: self.algorithm.advantages(scores))
+        advantages = call_function(self.use, "advantages", lambda: self.algorithm.advantages(scores))
         rows = scores.rewards.shape
         if (
             not isinstance(advantages, Advantages)
@@ -84,7 +84,7 @@ class OwnAlgorithm:
         return advantages
 
     def loss(self, x: LossInputs) -> tuple[Tensor, Stats]:
-        found = called(self.use, "loss", lambda: self.algorithm.loss(x))
+        found = call_function(self.use, "loss", lambda: self.algorithm.loss(x))
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Tensor) and found[0].ndim == 0):
             raise CodeError(f"trainer.use: {self.use}.loss must return a scalar tensor and a dict of stats")
         return found
@@ -116,7 +116,7 @@ class OwnAlgorithm:
             raise CodeError(f"trainer.use: {self.use}.loss was tried on random rows: {why}")
 
 
-def called(use: str, what: str, function: Callable[[], Found]) -> Found:
+def call_function(use: str, what: str, function: Callable[[], Found]) -> Found:
     """Calls the user's code; an error of it names the user's line."""
     try:
         return function()

@@ -20,7 +20,7 @@ TITLES = (*LEARNING, "Difference of log-probs", "Speed", "Time of a step")
 MOST = 9  # charts
 
 
-def chosen(charts: Sequence[Chart]) -> list[Chart]:
+def chosen_curves(charts: Sequence[Chart]) -> list[Chart]:
     """Returns the charts that say most: evaluations first, then those of `TITLES`."""
     evaluations = [chart for chart in charts if chart.group == "Evaluation"]
     return [*evaluations, *(chart for title in TITLES for chart in charts if chart.title == title)]

@@ -14,7 +14,7 @@ from rlgen.analysis.charts import charts_of
 from rlgen.analysis.comparison import Comparison, Verdict, compare
 from rlgen.analysis.interval import Interval
 from rlgen.analysis.plot import STYLES, plot
-from rlgen.analysis.png import chosen, write_png
+from rlgen.analysis.png import chosen_curves, write_png
 from rlgen.analysis.report import title_of, write_comparison, write_report
 from rlgen.analysis.run import Run, read_run
 from rlgen.cli.output import echo, echo_styled, page_for_terminal, plain_table
@@ -32,7 +32,7 @@ def compare_command(names: Sequence[Path], metric: str, by: By, html: bool, png:
     charts = [comparison.chart, *other_charts(comparison.groups, by)] if html or png else []
     files = {"html": str(out) if html else None, "png": str(out.with_suffix(".png")) if png else None}
     if png:  # first: it fails without matplotlib, before anything is written
-        write_png(out.with_suffix(".png"), title_of(comparison), [charts[0], *chosen(charts[1:])])
+        write_png(out.with_suffix(".png"), title_of(comparison), [charts[0], *chosen_curves(charts[1:])])
     if html:
         write_comparison(comparison, charts, by, out)
     if as_json:
@@ -138,7 +138,7 @@ def report_command(name: Path, out: Path | None, png: bool, rollouts: int, as_js
     run = read_run(find_run(name))
     path = out or run.path / "report.html"
     if png:  # first: it fails without matplotlib, before anything is written
-        write_png(path.with_suffix(".png"), run.name, chosen(charts_of(run)))
+        write_png(path.with_suffix(".png"), run.name, chosen_curves(charts_of(run)))
     packed = write_report(run, path, rollouts)
     size, drawn = path.stat().st_size, str(path.with_suffix(".png")) if png else None
     if as_json:

@@ -16,7 +16,7 @@ from rlgen.errors import DataError, RewardError
 from rlgen.recipe import Recipe, load_recipe
 from rlgen.recipe.data import DataRecipe
 from rlgen.rewards.resolve import RewardFunction
-from rlgen.rewards.score import Ask, Scorer, call_name, open_scorer
+from rlgen.rewards.score import RewardCall, Scorer, call_name, open_scorer
 from rlgen.types import Group, Prompt, Sample, ids_of, logp_of, one_span
 from rlgen.worker_pool.failures import Failed
 from rlgen.worker_pool.worker import WorkerCall
@@ -138,7 +138,7 @@ def tried(scorer: Scorer, groups: Sequence[Group]) -> dict[tuple[str, str], Resu
     kinds = [KINDS[sample.sample_index] for sample in groups[0].samples]
     labels = [reward.label for reward in scorer.rewards]
     table = {(label, kind): Results(reward=label, answers=kind) for label in labels for kind in kinds}
-    asks: list[Ask] = []
+    asks: list[RewardCall] = []
     calls: list[WorkerCall] = []
     for group in groups:
         of_group, its_calls = scorer.calls_of(group, step=0, first=len(asks))

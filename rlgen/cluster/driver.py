@@ -247,8 +247,8 @@ class Attempts:
 
     def compare(self, places: Sequence[Place]) -> None:
         """Checks that all nodes have the same versions and recipe, and see the folder of the run."""
-        found = answers([one.actor.facts.remote(*self.files) for one in places])
-        for one, address in zip(places, answers([one.actor.address.remote() for one in places]), strict=True):
+        found = results_of([one.actor.facts.remote(*self.files) for one in places])
+        for one, address in zip(places, results_of([one.actor.address.remote() for one in places]), strict=True):
             one.host, one.port = address
         here = Member().facts(*self.files)
         for one, there in zip(places, found, strict=True):
@@ -300,7 +300,7 @@ class Attempts:
         self.placing[one.actor.address.remote()] = one
 
     def start(self, trainers: Sequence[Place], options: Sequence[str]) -> None:
-        ((host, port),) = answers([trainers[0].actor.address.remote()])
+        ((host, port),) = results_of([trainers[0].actor.address.remote()])
         words = ["train", *self.words(*([f"engine.url=file://{self.listing}"] if self.settings.servers else [])), *options]
         launch = {"WORLD_SIZE": str(len(trainers)), "LOCAL_RANK": "0", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
         terminal = tuple(shutil.get_terminal_size()) if sys.stdout.isatty() else None
@@ -319,7 +319,7 @@ class Attempts:
         environment = {name: value for name, value in os.environ.items() if PASSED_ON.fullmatch(name)} | {IN_CLUSTER: "1"}
         if isinstance(self.recipe.engine, ServerEngineRecipe) and self.settings.servers:
             environment[self.recipe.engine.token_env] = self.token
-        answers([one.actor.start.remote(words, os.getcwd(), {**environment, **(more or {})}, terminal)])
+        results_of([one.actor.start.remote(words, os.getcwd(), {**environment, **(more or {})}, terminal)])
         self.reading[one.actor.read.remote()] = one
 
     def watch(self, done: Callable[[], bool], seconds: float = math.inf) -> None:
@@ -364,7 +364,7 @@ class Attempts:
             self.publish(self.servers)
 
 
-def answers(calls: Sequence[Any]) -> list[Any]:
+def results_of(calls: Sequence[Any]) -> list[Any]:
     """Returns what calls of actors return. Raises ProcessError if an actor or its node has ended."""
     import ray
 

@@ -43,7 +43,7 @@ class Member:
                 found[package] = version(package)
             except PackageNotFoundError:
                 found[package] = "none"
-        return found | {"recipe": digest(Path(recipe)), "shared": "seen" if Path(shared).exists() else "none"}
+        return found | {"recipe": digest_of_file(Path(recipe)), "shared": "seen" if Path(shared).exists() else "none"}
 
     def address(self) -> tuple[str, int]:
         """Returns the address of this node, and a free port."""
@@ -104,5 +104,5 @@ class Member:
                     child.send_signal(number)
 
 
-def digest(path: Path) -> str:
+def digest_of_file(path: Path) -> str:
     return hashlib.sha256(read_bytes(path)).hexdigest()[:12] if path.is_file() else "none"

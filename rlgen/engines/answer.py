@@ -68,7 +68,7 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptDetails | None = None
 
 
-class Answer(msgspec.Struct):
+class GenerateResponse(msgspec.Struct):
     choices: list[Choice]
     prompt_token_ids: list[int] | None = None
     usage: Usage | None = None
@@ -78,7 +78,7 @@ class Prefilled(msgspec.Struct):
     prompt_logprobs: list[dict[str, Token] | None] | None = None
 
 
-ANSWER = msgspec.json.Decoder(Answer)
+ANSWER = msgspec.json.Decoder(GenerateResponse)
 HEAD = msgspec.json.Decoder(Head)
 PREFILLED = msgspec.json.Decoder(Prefilled)
 logprob_of = attrgetter("logprob")

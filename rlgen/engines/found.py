@@ -1,9 +1,13 @@
 """Finds the servers that there are now: by the list in `engine.url`, by a file that it names, or by a name in DNS."""
 
 import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from rlgen.engines.http import Server
+from rlgen.errors import EngineError
 from rlgen.recipe.engines import ServerEngineRecipe
 from rlgen.recipe.rules import servers
 
@@ -26,3 +30,17 @@ def addresses(settings: ServerEngineRecipe) -> list[str]:
         return []
     hosts = sorted({str(address[0]) for *_, address in told})
     return [f"http://{f'[{host}]' if ':' in host else host}:{place.port}" for host in hosts]
+
+
+def listed_servers(settings: ServerEngineRecipe, token: str) -> list[Server]:
+    return [Server(url, token, settings.timeout, again=True) for url in addresses(settings)]
+
+
+def first_found(listed: Callable[[], list[Server]], place: str, patience: float) -> list[Server]:
+    """Returns the servers that answer, when one does. Raises EngineError if none does within `patience` seconds."""
+    until = time.monotonic() + patience
+    while not (answering := [server for server in listed() if server.healthy()]):
+        if time.monotonic() > until:
+            raise EngineError(f"engine.url: no server of {place} answered within {patience:.0f} s (processes.timeout)")
+        time.sleep(1)
+    return answering

@@ -3,7 +3,6 @@
 import math
 import os
 import subprocess
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -17,7 +16,7 @@ from rlgen.engines import vllm_compat, vllm_weights
 from rlgen.engines.base import Engine, model_shape
 from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.fleet import ServerPool
-from rlgen.engines.found import addresses, is_looked_up
+from rlgen.engines.found import addresses, first_found, is_looked_up, listed_servers
 from rlgen.engines.http import Server
 from rlgen.engines.launch import ServerPlan, ServerProcess, new_token, start_servers
 from rlgen.engines.nccl import NEEDS_GPU, Broadcast, own_address
@@ -26,7 +25,7 @@ from rlgen.engines.server import ServerEngine
 from rlgen.engines.shared_fleet import SharedServerPool
 from rlgen.engines.transfer import FileTransfer
 from rlgen.engines.transformers import TransformersEngine
-from rlgen.errors import EngineError, SetupError, UsageError
+from rlgen.errors import SetupError, UsageError
 from rlgen.models.load import load_config, load_model, load_tokenizer
 from rlgen.models.vision import Vision, reads_images
 from rlgen.out_of_memory import GIB
@@ -87,15 +86,7 @@ def open_servers(
         SetupError: the token's variable is not set, there is no GPU for nccl, or several servers would use the same GPUs.
         EngineError: a server cannot be reached, does not start, refuses, or serves another model.
     """
-    token = os.environ.get(settings.token_env)
-    if token is None and settings.url is not None:
-        for url in addresses(settings):
-            Server(url, "", settings.timeout).look(needs_token=False)
-        raise SetupError(
-            f"engine.token_env: the environment variable {settings.token_env} is not set; set it to the token of the server at"
-            f" {settings.url}, which `rlgen serve` wrote to a file"
-        )
-    token = token or new_token()
+    token = servers_token(settings)
     if settings.transfer == "nccl" and not torch.cuda.is_available():
         raise SetupError(NEEDS_GPU)
     with ExitStack() as undo:
@@ -133,18 +124,20 @@ def open_servers(
     return opened
 
 
-def listed_servers(settings: ServerEngineRecipe, token: str) -> list[Server]:
-    return [Server(url, token, settings.timeout, again=True) for url in addresses(settings)]
+def servers_token(settings: ServerEngineRecipe) -> str:
+    """Returns the token of the servers; a new one for servers that are launched, if its variable is not set.
 
-
-def first_found(listed: Callable[[], list[Server]], place: str, patience: float) -> list[Server]:
-    """Returns the servers that answer, when one does. Raises EngineError if none does within `patience` seconds."""
-    until = time.monotonic() + patience
-    while not (answering := [server for server in listed() if server.healthy()]):
-        if time.monotonic() > until:
-            raise EngineError(f"engine.url: no server of {place} answered within {patience:.0f} s (processes.timeout)")
-        time.sleep(1)
-    return answering
+    Raises SetupError if servers run already and it is not set, EngineError if no server is there.
+    """
+    token = os.environ.get(settings.token_env)
+    if token is None and settings.url is not None:
+        for url in addresses(settings):
+            Server(url, "", settings.timeout).look(needs_token=False)
+        raise SetupError(
+            f"engine.token_env: the environment variable {settings.token_env} is not set; set it to the token of the server at"
+            f" {settings.url}, which `rlgen serve` wrote to a file"
+        )
+    return token or new_token()
 
 
 def server_plans(needs: EngineNeeds, location: str) -> list[ServerPlan]:

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RewardCall:
     """One call of a reward with its arguments, for one sample or for all samples of a group."""
 
     reward: RewardFunction
@@ -80,7 +80,7 @@ class Scorer:
         with closing(EarlyScoring(self)) as scoring:
             return scoring.result(step, groups)
 
-    def calls_of(self, group: Group, step: int, first: int) -> tuple[list[Ask], list[WorkerCall]]:
+    def calls_of(self, group: Group, step: int, first: int) -> tuple[list[RewardCall], list[WorkerCall]]:
         """Returns the calls that a group needs, and the same in the form that workers are sent, numbered from `first` on."""
         labels, longest = [reward.label for reward in self.rewards], self.max_completion_tokens
         asks = [ask for reward in self.rewards for ask in asks_of(reward, group, step, longest, self.turns)]
@@ -89,7 +89,7 @@ class Scorer:
             for number, ask in enumerate(asks, first)
         ]
 
-    def scored(self, group: Group, results: Iterable[tuple[Ask, Sequence[float | None] | Failed]]) -> Group:
+    def scored(self, group: Group, results: Iterable[tuple[RewardCall, Sequence[float | None] | Failed]]) -> Group:
         """Returns the group with the values of its rewards and their weighted sums.
 
         A failed call gives 0.0 if the reward's `on_error` is zero, else None, and an entry in `reward_errors`.
@@ -115,7 +115,7 @@ class Scorer:
             samples.append(replace(sample, rewards=rewards, reward=total if known else None, reward_errors=wrong))
         return replace(group, samples=tuple(samples))
 
-    def failed(self, ask: Ask, failed: Failed, step: int, count: int, budget: int) -> None:
+    def failed(self, ask: RewardCall, failed: Failed, step: int, count: int, budget: int) -> None:
         """Logs and saves the first failure of a reward. Raises RewardError if its `on_error` is fail, or if `count`, its failures
         in this step, exceeds `budget`.
         """
@@ -141,7 +141,7 @@ class Scorer:
             )
         raise RewardError(f"{what}{hint}{where}{text}")
 
-    def save(self, ask: Ask, failed: Failed, step: int) -> Path | None:
+    def save(self, ask: RewardCall, failed: Failed, step: int) -> Path | None:
         """Writes a failed call to a JSON file, so that it can be repeated. Returns the file; None: there is none."""
         if self.failures is None:
             return None
@@ -181,7 +181,7 @@ class EarlyScoring:
         self._step = 0  # the open one
         self._stream: CallStream | None = None  # of its calls; None: no step is open
         self._groups: dict[int, Group] = {}  # of the step, as they were added last, by id
-        self._asks: list[Ask] = []  # the id of a call is its index
+        self._asks: list[RewardCall] = []  # the id of a call is its index
         self._outcomes: dict[int, CallOutcome] = {}  # that have been taken from the stream, by call, in the order of arrival
         self._calls: dict[int, range] = {}  # of each group, as indices into `_asks`
 
@@ -382,7 +382,7 @@ def weighted_sums(table: Sequence[dict[str, float | None]], weights: dict[str, f
     return totals
 
 
-def asks_of(reward: RewardFunction, group: Group, step: int, max_completion_tokens: int, turns: bool = False) -> list[Ask]:
+def asks_of(reward: RewardFunction, group: Group, step: int, max_completion_tokens: int, turns: bool = False) -> list[RewardCall]:
     """Returns the calls of one reward for a group, with every argument that the function takes: one call, or one a sample; with
     `turns` the messages of each conversation too.
     """
@@ -400,15 +400,15 @@ def asks_of(reward: RewardFunction, group: Group, step: int, max_completion_toke
     shared = {"max_completion_tokens": max_completion_tokens, "step": step}
     if reward.of_group:
         given = {**lists, "prompts": texts, "completions": completions, "finish_reasons": lists["finish_reason"], **shared}
-        return [Ask(reward, group, samples, reward.arguments(given))]
+        return [RewardCall(reward, group, samples, reward.arguments(given))]
     lists |= {"prompt": texts, "completion": completions}
     asks = []
     for index, sample in enumerate(samples):
         given = {**{name: values[index] for name, values in lists.items()}, **shared}
-        asks.append(Ask(reward, group, (sample,), reward.arguments(given)))
+        asks.append(RewardCall(reward, group, (sample,), reward.arguments(given)))
     return asks
 
 
-def call_name(ask: Ask) -> str:
+def call_name(ask: RewardCall) -> str:
     which = "" if ask.reward.of_group else f", sample {ask.samples[0].sample_index}"
     return f"reward {ask.reward.label}, prompt at position {ask.group.group_id}{which}"

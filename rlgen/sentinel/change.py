@@ -18,7 +18,7 @@ LEAST = 0.02  # minimum of that root mean square, so that a bias of zeros change
 
 
 @dataclass(slots=True)
-class Change:
+class AddedNoise:
     """Adds noise to tensors on each call, twice as much as on the call before."""
 
     parameters: Mapping[str, Tensor]
@@ -63,13 +63,13 @@ def overwritten(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) 
         overwrite(parameters, now)
 
 
-def changed_weights(policy: Policy) -> AbstractContextManager[Change]:
+def changed_weights(policy: Policy) -> AbstractContextManager[AddedNoise]:
     """Changes every tensor of the policy except those of an adapter inside the block, and restores them bit for bit after it."""
     parameters = own_tensors(policy.model)  # includes buffers, such as a router's bias
     return changed(parameters, {name: max(root_mean_square(parameter), LEAST) for name, parameter in parameters.items()})
 
 
-def changed_adapter(policy: Policy) -> AbstractContextManager[Change]:
+def changed_adapter(policy: Policy) -> AbstractContextManager[AddedNoise]:
     """Changes the adapter inside the block: each product of its factors by `NOISE` of its base weight. Then restores it.
 
     The noise is relative to the base weight, because one factor is zero at first: relative to its own size it would not change.
@@ -90,10 +90,10 @@ def root_mean_square(tensor: Tensor) -> float:
 
 
 @contextmanager
-def changed(parameters: Mapping[str, Tensor], sizes: Mapping[str, float]) -> Iterator[Change]:
+def changed(parameters: Mapping[str, Tensor], sizes: Mapping[str, float]) -> Iterator[AddedNoise]:
     saved = {name: part(parameter).cpu().clone() for name, parameter in parameters.items()}
     try:
-        change = Change(parameters, saved, sizes)
+        change = AddedNoise(parameters, saved, sizes)
         change()
         yield change
     finally:

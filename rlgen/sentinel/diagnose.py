@@ -20,7 +20,7 @@ from rlgen.errors import Fault
 from rlgen.models.lora import adapted_layers, is_adapted, without_adapter
 from rlgen.processes import Processes
 from rlgen.sentinel.bounds import Bounds, Gap, between, sampler_logp
-from rlgen.sentinel.change import Change, earlier_head
+from rlgen.sentinel.change import AddedNoise, earlier_head
 from rlgen.sentinel.probe import TrainerSide
 from rlgen.types import WHOLE, Distribution, Sample
 
@@ -170,7 +170,7 @@ def other_prompts(
 
 
 def explain_sync(
-    trainer: TrainerSide, samples: Sequence[Sample], distribution: Distribution, bounds: Bounds, change: Change
+    trainer: TrainerSide, samples: Sequence[Sample], distribution: Distribution, bounds: Bounds, change: AddedNoise
 ) -> Cause | None:
     """Returns why samples after a sync of changed weights do not fit them: lost or exchanged tensors. None: neither does.
 

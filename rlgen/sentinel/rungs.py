@@ -15,7 +15,7 @@ from torch import Tensor
 from rlgen.errors import Fault, SentinelError
 from rlgen.models.lora import is_adapted, quantization_of, without_adapter
 from rlgen.sentinel.bounds import POWER, Gap, Noise, between, sampler_logp
-from rlgen.sentinel.change import Change, changed_adapter, changed_weights
+from rlgen.sentinel.change import AddedNoise, changed_adapter, changed_weights
 from rlgen.sentinel.contract import contract
 from rlgen.sentinel.diagnose import Cause, explain, explain_adapter, explain_sync
 from rlgen.sentinel.probe import FEWER_TOKENS, TOKENS, Probe
@@ -219,7 +219,7 @@ def worst_engine(probe: Probe, before: list[Sample], after: list[Sample]) -> tup
     return pairs[max(range(len(pairs)), key=lambda engine: (math.isnan(off[engine]), off[engine]))]
 
 
-def enough(probe: Probe, change: Change, before: list[Sample]) -> tuple[Gap, Probe]:
+def enough(probe: Probe, change: AddedNoise, before: list[Sample]) -> tuple[Gap, Probe]:
     """Changes the weights further until the bounds would detect the gap to the samples `before`.
 
     Returns that gap, and a probe with the noise of the changed weights.

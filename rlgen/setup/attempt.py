@@ -213,7 +213,7 @@ def run(
     console = open_console(options.progress, recipe, quiet=rank != 0)
     stop.answer = console.answer
     logs = directory.logs / (f"output.rank{rank}.log" if rank else "output.log")
-    with console, Hidden() as hidden:
+    with console, OutputToFile() as hidden:
         hidden.to(logs)
         console.say("loading torch and transformers …")
         import_parts()
@@ -224,7 +224,7 @@ def run(
             learn(attempt, done, stop)
 
 
-class Hidden(ExitStack):
+class OutputToFile(ExitStack):
     """Sends what this process writes to descriptors 1 and 2 to a file: warnings and progress bars, from Python and from C.
 
     A stream that `rlgen.run.console.own_stream` returned before still leads to the screen. Descriptors are as before when the

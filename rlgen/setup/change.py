@@ -107,7 +107,7 @@ def changed_state(state: TrainState, settings: TrainSettings, algorithm: Algorit
     return replace(state, settings=settings, algorithm=algorithm, optimizer=optimizer, schedule=schedule)
 
 
-def compare(own: Learning, other: Learning, got: Collected, step: int) -> tuple[Mapping[str, Any], Change]:
+def compare_settings(own: Learning, other: Learning, got: Collected, step: int) -> tuple[Mapping[str, Any], Change]:
     """Computes a step with two settings, from the same weights. Returns the metrics of `own`, and how `other` differs."""
     policy = own.update.policy
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]

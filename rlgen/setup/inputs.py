@@ -44,7 +44,7 @@ class UserCode:
         return found if self.dialogue is None else {**found, **self.dialogue.turns.code}
 
 
-def ids_of(data: Data) -> dict[str, Any]:
+def ids_in(data: Data) -> dict[str, Any]:
     """Returns what depends on the tokenizer in model.path."""
     return {"prompt_ids": data.prompts.digest(), "stop_ids": list(data.stop_ids)}
 
@@ -76,7 +76,7 @@ def same_inputs(directory: RunDirectory, data: Data, now: Mapping[str, str | Non
             f"--resume: the data of eval has changed since the last attempt (fingerprint {was}, now {held_out}): earlier"
             " and later evaluations could not be compared. Bring the data back, or start a new run"
         )
-    for key, ids in ids_of(data).items():
+    for key, ids in ids_in(data).items():
         if (was := last.get(key, ids)) != ids:  # earlier versions did not record them
             raise UsageError(
                 f"--resume: {key} have changed since the last attempt (were {was}, now {ids}): tokenizer, chat template or"
@@ -119,7 +119,7 @@ def record_attempt(
         "engine": {"version": engine.engine, "runner": engine.runner, "dtype": engine.settings.dtype},
         "model": data.location,
         "weights": both.state.models.weights,
-        **ids_of(data),
+        **ids_in(data),
         "data": facts_of(data),
         "eval": {} if held_out is None else {**facts_of(held_out), "trained_on_too": held_out.overlap},
         "rewards": rewards,

@@ -34,7 +34,7 @@ from rlgen.run.checkpoint_folder import CheckpointFolder, ChosenCheckpoint
 from rlgen.run.directory import without_nonfinite
 from rlgen.run.manifest import check_files
 from rlgen.run.provenance import provenance
-from rlgen.setup.change import Change, changed_state, compare
+from rlgen.setup.change import Change, changed_state, compare_settings
 from rlgen.setup.data import Data, open_data
 from rlgen.setup.policy import open_policies
 from rlgen.setup.settings import TrainSettings
@@ -121,7 +121,7 @@ def replay(past: Past, step: int, changed: Recipe | None, say: Say, processes: P
     else:
         other_state = changed_state(state, TrainSettings.of(changed), algorithms[1], step)
         other = build_learning(other_state, sampling, processes, weights, None)
-        metrics, change = compare(own, other, got, step)
+        metrics, change = compare_settings(own, other, got, step)
     return Replay(
         step=step,
         start=start.step,

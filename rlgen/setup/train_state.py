@@ -108,7 +108,7 @@ def build_learning(
         attention=state.policy.attention_cost,
     )
     update, stream = build_updater(state, sampling, processes, watch), state.settings.stream
-    groups = build_groups(stream, builder, update) if stream is not None else None
+    groups = open_group_trainer(stream, builder, update) if stream is not None else None
     return Learning(builder=builder, update=update, groups=groups)
 
 
@@ -132,7 +132,7 @@ def build_updater(state: TrainState, sampling: Sampling, processes: Processes, w
     )
 
 
-def build_groups(stream: StreamSettings, builder: TrainBatchBuilder, update: Updater) -> Groups:
+def open_group_trainer(stream: StreamSettings, builder: TrainBatchBuilder, update: Updater) -> Groups:
     with memory_for("the sums of gradients of rollout.stream", ["rollout.stream: false"], SetupError):
         sums = ExactSum([parameter for parameter in update.policy.parameters() if parameter.requires_grad])
     return Groups(

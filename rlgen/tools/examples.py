@@ -84,20 +84,20 @@ class Calculator:
             return "", float(text == self.answer), True
         self.left -= 1
         try:
-            said = str(value_of(ast.parse(text[:LONGEST].rstrip("?= "), mode="eval").body))
+            said = str(parsed_value(ast.parse(text[:LONGEST].rstrip("?= "), mode="eval").body))
         except (ValueError, SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
             said = "error"
         return said, 0.0, self.left <= 0
 
 
-def value_of(node: ast.expr) -> Fraction:
+def parsed_value(node: ast.expr) -> Fraction:
     """Returns the value of an expression of whole numbers with + - * / and parentheses. Raises ValueError for any other."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return Fraction(node.value)
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        return Fraction(OPERATORS[type(node.op)](value_of(node.left), value_of(node.right)))
+        return Fraction(OPERATORS[type(node.op)](parsed_value(node.left), parsed_value(node.right)))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -value_of(node.operand)
+        return -parsed_value(node.operand)
     raise ValueError("no expression of whole numbers")
 
 

@@ -343,9 +343,7 @@ def test_a_sync_pauses_sends_forgets_labels_and_resumes(on_servers: OnServers) -
     assert group.closed
 
 
-def test_a_failed_broadcast_keeps_the_version_and_asks_no_server_more(
-    on_servers: OnServers,
-) -> None:
+def test_a_failed_broadcast_keeps_the_version_and_asks_no_server_more(on_servers: OnServers) -> None:
     group, servers, engine = on_servers
     engine.sync(WEIGHTS.items(), 3)
     group.log.clear()
@@ -367,9 +365,6 @@ def test_the_group_is_made_anew_without_a_lost_server(on_servers: OnServers) -> 
     check_receipt({name: fingerprint(tensor, False) for name, tensor in WEIGHTS.items()}, receipt, 2, engine.weight_version)
     assert [entry[3] for entry in group.log if entry[0] == "trainer joins"] == [3]
     assert of(group.log, "http://one") == ["/shutdown_weight_transfer_engine"], "nothing else is asked of it"
-    group.log.clear()
-    engine.sync(WEIGHTS.items(), 3)
-    assert "trainer joins" not in [entry[0] for entry in group.log]
 
 
 def test_with_none_left_no_server_can_be_brought_back(on_servers: OnServers, monkeypatch: pytest.MonkeyPatch) -> None:

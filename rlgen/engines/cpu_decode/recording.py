@@ -42,7 +42,7 @@ class Call(NamedTuple):
     options: dict[str, Any]
 
 
-class Recorder(TorchDispatchMode):
+class KernelRecorder(TorchDispatchMode):
     """Collects the calls that are needed to repeat what runs inside it."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ def record(step: Callable[[], tuple[Tensor, ...]], changing: Sequence[Tensor]) -
 
     The memory of the tensors `changing` differs from step to step.
     """
-    with Recorder() as recorder:
+    with KernelRecorder() as recorder:
         result = step()
     if recorder.unknown is not None:
         return result, None
