@@ -183,7 +183,7 @@ def built_in_rewards() -> str:
         args = [
             f"`{one.name}` ({'required' if one.default is one.empty else as_yaml(one.default)}): {said[one.name].rstrip('.')}"
             for one in parameters
-            if one.name not in SAMPLE_NAMES | {"answer"}
+            if one.name not in SAMPLE_NAMES | {"answer", "messages"}
         ]
         what = " ".join(text.split("\n\n")[0].split()).removeprefix("Returns ").rstrip(".")
         rows.append((f"`{name}`", what, "; ".join(args).rstrip(".")))

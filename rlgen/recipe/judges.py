@@ -78,13 +78,13 @@ class RewardModelArgs(ModelRewardArgs):
     dtype: Dtype = "bfloat16"
     """Dtype of the weights. A linear head is always computed in float32."""
     device: Annotated[StrictStr, Field(pattern=r"^(cpu|cuda(:\d{1,3})?)$")] | None = None
-    """cpu or cuda:N. None: the GPU of the training process, which both share; the CPU if there is none."""
+    """cpu or cuda:N. None: the GPU of the training process, or the CPU if there is no GPU."""
     chat: StrictBool | None = None
-    """Apply its own chat template. None: if the prompt is a chat. false: it gets the text that the policy sees."""
+    """true: apply the reward model's chat template. false: pass the text that the policy sees. None: true if prompts are chats."""
     max_tokens: Count | None = None
     """Longest row, prompt and completion together. None: the positions of the model."""
     overlong: Literal["error", "truncate"] = "error"
-    """What happens to a longer row: the call fails, or the row loses its start, is counted, and is noted in logs/rewards.log."""
+    """If a row is too long: fail the call (error), or cut off its start, count it and note it in logs/rewards.log (truncate)."""
     batch_tokens: Count = 16384
     """Most tokens that go through the model together, padding included; a longer row goes alone."""
     load_timeout: Annotated[float, Field(strict=True, ge=0.1, le=86400)] = 600.0
@@ -120,11 +120,11 @@ class JudgeArgs(ModelRewardArgs):
     concurrency: Annotated[StrictInt, Field(ge=1, le=10_000)] = 32
     """Most requests at once, for each training process."""
     request_timeout: Annotated[float, Field(strict=True, ge=0.01, le=86400)] | None = None
-    """Seconds that one request may take; then it is sent again. None: as long as the entry's `timeout`, which covers all."""
+    """Seconds that one request may take; then it is sent again. None: the entry's `timeout`, which covers all retries."""
     retries: Annotated[StrictInt, Field(ge=0, le=100)] = 5
     """How often a request is sent again after 408, 409, 425, 429, 5xx, a lost connection or its timeout, with growing pauses."""
     budget_requests: Count | None = None
-    """Most requests of the run, over all its attempts; each further one fails. Training processes have equal shares."""
+    """Most requests of the run, resumes included; each further one fails. Every training process gets an equal share."""
     budget_tokens: Count | None = None
     """Most tokens of the run, as the `usage` of the answers counts them."""
 

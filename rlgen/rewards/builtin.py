@@ -71,7 +71,7 @@ def regex_match(completion: str, pattern: str, full: bool = False) -> float:
 
 
 def length(completion_ids: Sequence[int], target: int) -> float:
-    """Returns -|n - target| / target for n tokens: 0.0 at `target`, and 1 less for every `target` tokens more or fewer.
+    """Returns -|n - target| / target for n tokens: 0.0 at the target, -0.5 if half as long, -1 if twice as long.
 
     Args:
         completion_ids: the tokens that are counted.
@@ -86,12 +86,11 @@ def length(completion_ids: Sequence[int], target: int) -> float:
 
 
 def overlong(completion_ids: Sequence[int], max_completion_tokens: int, buffer: int | None = None) -> float:
-    """Returns DAPO's soft length penalty (arXiv 2503.14476, eq. 13): 0, falling to -1 over the last `buffer` tokens before the
-    limit.
+    """Returns DAPO's soft length penalty (arXiv 2503.14476, eq. 13): 0 at first, then a straight line down to -1 at the limit.
 
     Args:
         max_completion_tokens: `rollout.max_completion_tokens`.
-        buffer: None: a fifth of the limit, as in the paper.
+        buffer: tokens before the limit at which the line begins. None: a fifth of the limit, as in the paper.
 
     Raises:
         ValueError: the buffer is not within the limit.
@@ -110,7 +109,7 @@ def layout(completion: str, pattern: str | None = None) -> float:
 
     Args:
         completion: white space around it and between the two parts is allowed.
-        pattern: a regular expression for the whole completion instead; its dot matches line ends too.
+        pattern: another form: a regular expression for the whole completion; its dot matches line ends too.
     """
     if pattern is not None:
         return float(re.fullmatch(pattern, completion, re.DOTALL) is not None)
@@ -130,8 +129,8 @@ def math_verify(completion: str, answer: object, seconds: int = 5, longest: int 
     Args:
         completion: what cannot be read, as brackets more than fifty deep, earns 0.0.
         answer: text or number; behind the last `####` if one stands there. A text without $ or \\boxed{} is read as LaTeX too.
-        seconds: for each of reading and comparing.
-        longest: characters of the completion's end that are read.
+        seconds: time limit of reading, and of comparing.
+        longest: this many characters are read, from the end of the completion.
 
     Raises:
         ValueError: the answer cannot be read.
@@ -192,7 +191,7 @@ def environment(messages: Sequence[dict[str, Any]]) -> float:
     """Returns the sum of the rewards that the recipe's `environment` gave for the turns of a conversation.
 
     Args:
-        messages: of the conversation; those of the environment have a `reward`.
+        messages: the conversation; a message of the environment has its `reward`.
 
     Raises:
         RuntimeError: it failed: it raised, took too long, or its process died.
