@@ -56,7 +56,7 @@ def options(
 
 @app.command("init", epilog="Example: rlgen init mine && cd mine && rlgen train recipe.yaml")
 def call_init(folder: Annotated[Path, Argument(metavar="DIR", help="Folder to write; new, or empty.")]) -> None:
-    """Write a folder to start from. Recipe with comments, rewards with their test, data; it trains as it is, on a CPU."""
+    """Write a folder to start from: a recipe with comments, data, rewards and their test. It trains as it is, on a CPU."""
     from rlgen.cli.inspect import init_command
 
     init_command(folder)
@@ -66,12 +66,12 @@ def call_init(folder: Annotated[Path, Argument(metavar="DIR", help="Folder to wr
 def call_train(
     recipe: RecipePath,
     overrides: Overrides = None,
-    resume: Annotated[bool, Option("--resume", help="Go on from the last good checkpoint of this run.")] = False,
+    resume: Annotated[bool, Option("--resume", help="Resume from the last good checkpoint of this run.")] = False,
     resume_step: Annotated[
-        int | None, Option(min=1, metavar="STEP", help="Go on from the checkpoint of this step; later ones are set aside.")
+        int | None, Option(min=1, metavar="STEP", help="Resume from the checkpoint of this step; later ones are set aside.")
     ] = None,
     allow_changed_rewards: Annotated[
-        bool, Option("--allow-changed-rewards", help="Go on although the code of a reward, a tool or an environment was edited.")
+        bool, Option("--allow-changed-rewards", help="Resume even if the code of a reward, a tool or an environment changed.")
     ] = False,
     clean: Annotated[
         bool, Option("--clean", help="Delete what an earlier run left in the run directory, and start anew.")
@@ -82,12 +82,13 @@ def call_train(
     probe_max: Annotated[bool, Option("--probe-max", help="Same as --set run.probe_max=true.")] = False,
     progress: Annotated[
         Literal["auto", "live", "plain", "json"],
-        Option(help="A live view, plain lines, or a JSON object for each step; auto: live on a terminal, plain elsewhere."),
+        Option(help="Show a live view, plain lines, or one JSON object a step. auto: live on a terminal, plain elsewhere."),
     ] = "auto",
     prove_resume: Annotated[
         bool,
         Option(
-            "--prove-resume", help="Train a few steps, kill, resume and compare, in a folder of its own; the run stays untouched."
+            "--prove-resume",
+            help="Test resuming: train a few steps in a new folder, kill, resume, compare. Leaves the run as it is.",
         ),
     ] = False,
 ) -> None:
@@ -112,9 +113,11 @@ def call_doctor(
     recipe: RecipePath,
     overrides: Overrides = None,
     as_json: AsJson = False,
-    store_baseline: Annotated[bool, Option("--store-baseline", help="Store the numbers; later calls compare with them.")] = False,
+    store_baseline: Annotated[
+        bool, Option("--store-baseline", help="Store the measured gaps; later calls compare theirs with them.")
+    ] = False,
 ) -> None:
-    """Check that trainer and engine agree, rung by rung; name what is wrong. Trains nothing."""
+    """Check that trainer and engine compute the same log-probs; if not, name the cause. Trains nothing."""
     from rlgen.cli.doctor import doctor_command
 
     doctor_command(recipe, overrides or [], as_json, store_baseline)
@@ -136,7 +139,10 @@ def call_serve(
 @app.command("eval", epilog="Example: rlgen eval runs/mine recipe.yaml --step best --set eval.group_size=8")
 def call_eval(
     model: Annotated[
-        Path, Argument(metavar="MODEL_OR_RUN", help="A folder, hub id or tiny:NAME; a run, by directory or name; a checkpoint.")
+        Path,
+        Argument(
+            metavar="MODEL_OR_RUN", help="A model (folder, hub id or tiny:NAME), a run (directory or name), or a checkpoint."
+        ),
     ],
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -144,7 +150,7 @@ def call_eval(
     out: Annotated[Path | None, Option(help="Folder for the samples, as Parquet.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Evaluate a model. It answers the prompts of the recipe's section `eval`; means are printed with their intervals."""
+    """Evaluate a model on the prompts of the recipe's section `eval`. Prints means with their intervals."""
     from rlgen.cli.evaluate import eval_command
 
     eval_command(model, recipe, overrides or [], step, out, as_json)
@@ -156,7 +162,7 @@ def call_status(
     as_json: AsJson = False,
     follow: Annotated[bool, Option("--follow", help="Print each new step until the run ends.")] = False,
 ) -> None:
-    """Say how a run stands or how it ended; it works for killed runs too."""
+    """Show how far a run is, or how it ended. Works for killed runs too."""
     from rlgen.cli.status import status_command
 
     status_command(run, as_json, follow)
@@ -183,13 +189,17 @@ def call_rollouts(
         str | None, Option(metavar="RANGE", help="Only completions of so many tokens: 12, 10:20, 10: or :20.")
     ] = None,
     finish: Annotated[
-        Literal["stop", "length"] | None, Option(help="Only completions that ended by a stop token, or by the limit.")
+        Literal["stop", "length"] | None,
+        Option(help="Only completions that ended at a stop token (stop) or at the length limit (length)."),
     ] = None,
     text: Annotated[
         str | None, Option(help="Only rollouts with this text in prompt or completion; case does not matter.")
     ] = None,
     sort: Annotated[
-        str, Option(help="step, reward, advantage, length, or gap of engine and trainer; -reward: highest first.")
+        str,
+        Option(
+            help="step, reward, advantage, length or gap (between engine and trainer); a minus, as in -reward: highest first."
+        ),
     ] = "step",
     limit: Annotated[int, Option(min=1, max=10_000, help="Rollouts per page.")] = 10,
     page: Annotated[int, Option(min=1, help="Page to show.")] = 1,
@@ -219,7 +229,7 @@ def call_report(
     out: Annotated[Path | None, Option(help="File to write instead of report.html in the run's directory.")] = None,
     png: Annotated[bool, Option("--png", help="Also draw the curves into report.png, for slides; needs rlgen[report].")] = False,
     rollouts: Annotated[
-        int, Option(min=0, help="Most rollouts in the report; of a longer run, every n-th step is kept.")
+        int, Option(min=0, help="Most rollouts in the report. If the run has more, the report takes every n-th step.")
     ] = 10_000,
     as_json: AsJson = False,
 ) -> None:
@@ -235,13 +245,13 @@ def call_compare(
     metric: Annotated[
         str, Option(metavar="NAME", help="Metric of the verdict; rlgen docs metrics lists them.")
     ] = Metric.REWARD_MEAN.value,
-    by: Annotated[Literal["step", "tokens", "time"], Option(help="What the curves are aligned by.")] = "step",
+    by: Annotated[Literal["step", "tokens", "time"], Option(help="The x-axis of the curves.")] = "step",
     html: Annotated[bool, Option("--html", help="Also write all curves into compare.html, which needs no network.")] = False,
     png: Annotated[bool, Option("--png", help="Also draw the curves into compare.png, for slides; needs rlgen[report].")] = False,
     out: Annotated[Path, Option(help="The HTML file; the PNG is beside it.")] = Path("compare.html"),
     as_json: AsJson = False,
 ) -> None:
-    """Compare runs. Recipes, curves, and whether a metric differs; runs that differ only in the seed are grouped."""
+    """Compare runs: their recipes, their curves, and whether a metric differs. Groups runs that differ only in the seed."""
     from rlgen.cli.compare import compare_command
 
     compare_command(runs, metric, by, html, png, out, as_json)
@@ -261,7 +271,7 @@ def call_replay(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compute a step again. Says whether it is what was recorded, and what other settings would have done to it."""
+    """Compute a step again and compare it with the record. With --set, show what other settings would have changed."""
     from rlgen.cli.replay import replay_command
 
     replay_command(run, step, overrides or [], as_json)
@@ -291,10 +301,13 @@ def call_validate(
     overrides: Overrides = None,
     as_json: AsJson = False,
     data: Annotated[
-        int, Option("--data", min=0, max=1000, metavar="N", help="Prompts to show; 0: open neither model nor data.")
+        int,
+        Option(
+            "--data", min=0, max=1000, metavar="N", help="Prompts to show. 0: check the recipe alone, without its model and data."
+        ),
     ] = 2,
 ) -> None:
-    """Check a recipe without running it: keys, values, rules, files, rewards; show the first prompts. Loads no weights."""
+    """Check a recipe: keys, values, rules, files and rewards. Shows the first prompts. Loads no weights."""
     from rlgen.cli.validate import validate_command
 
     validate_command(recipe, overrides or [], as_json, data)
@@ -315,7 +328,7 @@ def call_show(
 
 @app.command("schema", epilog="Example: rlgen schema --out recipe.schema.json")
 def call_schema(out: Annotated[Path | None, Option(metavar="FILE", help="File to write instead of printing.")] = None) -> None:
-    """Print the JSON Schema of recipes. Editors complete keys and mark mistakes if this is a recipe's first line:
+    """Print the JSON Schema of recipes. Begin a recipe with this line, and editors complete keys and mark mistakes:
 
     # yaml-language-server: $schema=recipe.schema.json
     """

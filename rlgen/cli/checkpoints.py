@@ -21,7 +21,7 @@ checkpoints = commands("What a run has saved.", "rlgen checkpoints list mine")
 
 @checkpoints.command("list", epilog="Example: rlgen checkpoints list mine")
 def list_command(run: RunPath, as_json: AsJson = False) -> None:
-    """List the checkpoints of a run by name and size of their files; `verify` reads them."""
+    """List the checkpoints of a run. Checks only the names and sizes of files; `verify` checks their content."""
     run = find_run(run)
     print_rows(run, [row_of(run, path, hashes=False) for path in entries(run)], as_json)
 
@@ -32,7 +32,7 @@ def verify_command(
     step: Annotated[int | None, Option(help="Step of one checkpoint. Default: all checkpoints.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read every byte of a run's checkpoints and compare it with what was written; exit 8 if one is damaged."""
+    """Check every byte of a run's checkpoints. Exit code 8 if one is damaged."""
     # All numbers must be finite, too. CheckpointError is raised after all have been read.
     run = find_run(run)
     found = entries(run)
@@ -53,7 +53,7 @@ def verify_command(
 def prune_command(
     run: RunPath, keep: Annotated[int, Option(min=1, help="Newest good checkpoints to keep.")] = 1, as_json: AsJson = False
 ) -> None:
-    """Delete old checkpoints and those that were set aside. The newest good ones and the best by evaluation stay."""
+    """Delete old checkpoints and those that were set aside. Keeps the newest good ones and the best by evaluation."""
     run = find_run(run)
     folder = CheckpointFolder(run / "checkpoints")
     entries(run)  # raises UsageError if there are none

@@ -37,8 +37,8 @@ def export_command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint as a model that transformers and vLLM open. Adapters are merged, the model is reloaded and compared, and
-    a model card says how it was trained.
+    """Write a checkpoint as a model that transformers and vLLM open. Merges adapters, reloads the model
+    and compares it, and adds a model card.
     """
     # An atomic rename writes it whole or not at all; it stays if the hub does not take it.
     checkpoint = find_checkpoint(source, step)

@@ -57,7 +57,7 @@ def warm_start_model(
     out: Annotated[Path | None, Option(help="Folder to write. Default: the recipe's model.path.")] = None,
     accuracy: Annotated[float, Option(min=0.0, max=1.0, help="Train until this share of the sampled answers is right.")] = 0.35,
 ) -> None:
-    """Make a tiny model that answers some prompts of a recipe right: it is trained on the answers of the data first."""
+    """Make a tiny model that answers some of a recipe's prompts right, by supervised training on the data's answers."""
     from rlgen.cli.inspect import warm_start_command
 
     warm_start_command(recipe, model, out, accuracy)
@@ -67,10 +67,10 @@ def warm_start_model(
 def test_rewards(
     recipe: RecipePath,
     overrides: Overrides = None,
-    rows: Annotated[int, Option(min=1, max=1000, help="Rows of the data to answer.")] = 4,
+    rows: Annotated[int, Option(min=1, max=1000, help="Rows of the data to use.")] = 4,
     as_json: AsJson = False,
 ) -> None:
-    """Score the data's own answers, empty, garbage and very long ones, and time each call. Loads no model."""
+    """Try a recipe's rewards on four kinds of answers: right, empty, garbage and very long. Times each call. Loads no model."""
     from rlgen.cli.rewards import rewards_test_command
 
     rewards_test_command(recipe, overrides or [], rows, as_json)

@@ -80,7 +80,7 @@ class RewardModelArgs(ModelRewardArgs):
     device: Annotated[StrictStr, Field(pattern=r"^(cpu|cuda(:\d{1,3})?)$")] | None = None
     """cpu or cuda:N. None: the GPU of the training process, or the CPU if there is no GPU."""
     chat: StrictBool | None = None
-    """true: apply the reward model's chat template. false: pass the text that the policy sees. None: true if prompts are chats."""
+    """true: apply the reward model's chat template. false: pass what the policy sees. None: true if prompts are chats."""
     max_tokens: Count | None = None
     """Longest row, prompt and completion together. None: the positions of the model."""
     overlong: Literal["error", "truncate"] = "error"
