@@ -13,7 +13,7 @@ POLICY = "`trainer.kind`: grpo, rloo"
 ONLINE_DPO = "`trainer.kind`: online_dpo"
 CLIPPING = "losses that clip the ratio"
 COMPARABLE = "`eval`, if engine and trainer can be compared"
-FAILING = "steps in which a reward failed"
+FAILING = "rewards that failed in the step"
 
 
 class Explained(StrEnum):
@@ -37,7 +37,7 @@ class Metric(Explained):
 
     STEP = "step", "steps", "Number of the step, from 1; 0 is an evaluation before step 1."
 
-    LOSS = "loss", "", "Loss that was differentiated; the mean over the updates of the step."
+    LOSS = "loss", "", "The loss that the optimizer minimises: its mean over the updates of the step."
     POLICY_LOSS = "policy_loss", "", "Loss without the KL and the entropy bonus.", POLICY
     GRAD_NORM = "grad_norm", "", "Norm of the gradient of the last update, before it is clipped."
     LEARNING_RATE = "learning_rate", "", "Learning rate of the updates of this step."
@@ -57,23 +57,28 @@ class Metric(Explained):
     COMPLETIONS_TRUNCATED = (
         "completions/truncated",
         "share",
-        "Completions that `rollout.max_completion_tokens` ended; with tools also those that `rollout.max_turns` or"
-        " `rollout.reply_timeout` ended.",
+        "Completions cut off at `rollout.max_completion_tokens`; with tools also at `rollout.max_turns` or"
+        " `rollout.reply_timeout`.",
     )
     TURNS_MEAN = "turns/mean", "turns", "Mean number of the model's turns in a completion.", "`tools`"
     TURNS_MAX = "turns/max", "turns", "Largest number of these turns.", "`tools`"
-    TURNS_REPLY_TOKENS = "turns/reply_tokens", "tokens", "Mean number of a completion's tokens that were not sampled.", "`tools`"
+    TURNS_REPLY_TOKENS = (
+        "turns/reply_tokens",
+        "tokens",
+        "Mean number of reply tokens in a completion; they were not sampled.",
+        "`tools`",
+    )
 
     TOKENS_GENERATED = "tokens/generated", "tokens", "Completion tokens that were sampled."
     TOKENS_TRAINED = "tokens/trained", "tokens", "Completion tokens that the loss learned from."
     TOKENS_PADDING = "tokens/padding", "tokens", "Padding positions of the micro-batches of one update, over all processes."
 
-    ENTROPY = "entropy", "nats a token", "Mean entropy of the distributions that the trained tokens were sampled from."
+    ENTROPY = "entropy", "nats a token", "Mean entropy of the sampling distribution at the trained tokens."
     ENTROPY_KEPT = "entropy_mask/kept_frac", "share", "Tokens that `trainer.top_entropy` keeps.", POLICY
     KL_OLD_K1 = (
         "kl/old_k1",
         "nats a token",
-        "KL from the weights before the first update to the present ones, estimated by the mean of -log ratio.",
+        "KL from the weights before the first update to the current ones, estimated by the mean of -log ratio.",
         POLICY,
     )
     KL_OLD_K3 = (
@@ -115,17 +120,17 @@ class Metric(Explained):
     DPO_MARGIN = (
         "dpo/margin",
         "nats",
-        "Log-ratio to the reference of the chosen completion less that of the rejected one, times beta.",
+        "`dpo/chosen_reward` minus `dpo/rejected_reward`, of a pair.",
         ONLINE_DPO,
     )
     DPO_ACCURACY = "dpo/accuracy", "share", "Pairs whose margin is above 0.", ONLINE_DPO
     DPO_CHOSEN_REWARD = (
         "dpo/chosen_reward",
         "nats",
-        "Log-ratio to the reference of the chosen completion, times beta.",
+        "beta x log-ratio of policy to reference, of the chosen completion.",
         ONLINE_DPO,
     )
-    DPO_REJECTED_REWARD = "dpo/rejected_reward", "nats", "The same of the rejected completion.", ONLINE_DPO
+    DPO_REJECTED_REWARD = "dpo/rejected_reward", "nats", "beta x the same log-ratio, of the rejected completion.", ONLINE_DPO
     DPO_KEPT = "dpo/kept_frac", "share", "Pairs that `trainer.correction` keeps.", ONLINE_DPO
     DPO_BETA = "dpo/beta", "", "The value of `trainer.beta` in this pass over the data.", ONLINE_DPO
 
@@ -148,7 +153,11 @@ class Metric(Explained):
         "nats a token",
         "The same KL, estimated by the mean of ratio x log ratio - ratio + 1.",
     )
-    IS_RATIO_MIN = "is/ratio_min", "ratio", "Smallest ratio exp(old_logp - sampler_logp) of what the correction weighs, uncapped."
+    IS_RATIO_MIN = (
+        "is/ratio_min",
+        "ratio",
+        "Smallest ratio exp(old_logp - sampler_logp) before any cap, of a token or, by `trainer.correction`, a completion.",
+    )
     IS_RATIO_MEAN = "is/ratio_mean", "ratio", "Mean of these ratios."
     IS_RATIO_MAX = "is/ratio_max", "ratio", "Largest of these ratios."
     IS_WEIGHT_MIN = "is/weight_min", "ratio", "Smallest importance weight that the loss uses."
@@ -164,19 +173,23 @@ class Metric(Explained):
     SENTINEL_DRIFT = (
         "sentinel/drift",
         "true or false",
-        "Whether engine and trainer differ by more than the sentinel's bounds; None: no sample is of the present weights.",
-        "engines whose distribution can be compared",
+        "Whether engine and trainer differ by more than the sentinel's bounds. None: no sample comes from the current weights.",
+        "engines that the trainer can be compared with",
     )
     SENTINEL_PROBE_DELTA = (
         "sentinel/probe_delta",
         "nats",
-        "Largest difference on completions that were sampled to compare a sync, every `sentinel.probe_every` steps.",
+        "Largest difference on extra completions, sampled every `sentinel.probe_every` steps to check a sync.",
         "`rollout.async_steps`",
     )
 
-    ROLLOUT_STALENESS_MEAN = "rollout/staleness_mean", "versions", "Mean age of samples, by their oldest token, in the step."
+    ROLLOUT_STALENESS_MEAN = (
+        "rollout/staleness_mean",
+        "versions",
+        "Mean age of the step's samples; a sample is as old as its oldest token.",
+    )
     ROLLOUT_STALENESS_MAX = "rollout/staleness_max", "versions", "Age of the oldest token."
-    ROLLOUT_MIXED = "rollout/mixed", "share", "Samples whose tokens several versions of the weights sampled."
+    ROLLOUT_MIXED = "rollout/mixed", "share", "Samples whose tokens come from several versions of the weights."
     ROLLOUT_DROPPED_STALE = (
         "rollout/dropped_stale",
         "samples",
@@ -187,17 +200,17 @@ class Metric(Explained):
     EVAL_REWARD_MEAN = (
         "eval/reward/mean",
         "reward",
-        "Evaluation: mean of the weighted sums of the rewards, first over the completions of a prompt, then over prompts.",
+        "Mean reward of an evaluation: the weighted sums of rewards, averaged over a prompt's completions, then over prompts.",
         "`eval`",
     )
     EVAL_REWARD_LOW = "eval/reward/mean_low", "reward", "Lower end of its 95 % interval.", "`eval`"
     EVAL_REWARD_HIGH = "eval/reward/mean_high", "reward", "Upper end of its 95 % interval.", "`eval`"
-    EVAL_REWARD_UNSCORED = "eval/reward/unscored", "samples", "Completions of an evaluation without a reward.", "`eval`"
+    EVAL_REWARD_UNSCORED = "eval/reward/unscored", "samples", "Completions of an evaluation that got no reward.", "`eval`"
     EVAL_MEAN_TOKENS = "eval/completions/mean_tokens", "tokens", "Mean length of a completion of an evaluation.", "`eval`"
     EVAL_TRUNCATED = (
         "eval/completions/truncated",
         "share",
-        "Completions of an evaluation that `eval.max_completion_tokens` ended.",
+        "Completions of an evaluation cut off at `eval.max_completion_tokens`.",
         "`eval`",
     )
     EVAL_TURNS_MEAN = "eval/turns/mean", "turns", "Mean number of the model's turns in an evaluation.", "`eval` and `tools`"
@@ -205,7 +218,7 @@ class Metric(Explained):
     EVAL_DELTA_MEAN = (
         "eval/sampler/delta_mean",
         "nats",
-        "Mean difference of the log-probs of engine and trainer on a few completions of an evaluation.",
+        "Mean difference between log-probs of engine and trainer, on a few completions of an evaluation.",
         COMPARABLE,
     )
     EVAL_DELTA_MAX = "eval/sampler/delta_max", "nats", "Largest difference on the same completions.", COMPARABLE
@@ -214,12 +227,12 @@ class Metric(Explained):
     TIME_GENERATE = (
         "time/generate",
         "seconds",
-        "Sampling, or waiting for samples; with `rollout.stream` the training meanwhile, too.",
+        "Sampling, or waiting for samples. With `rollout.stream`, training that runs meanwhile counts here.",
     )
     TIME_REWARD = "time/reward", "seconds", "Scoring."
-    TIME_TRAIN = "time/train", "seconds", "Forward, backward and optimizer steps, when all is sampled."
+    TIME_TRAIN = "time/train", "seconds", "Forward, backward and optimizer steps, after sampling has ended."
     TIME_SYNC = "time/sync", "seconds", "Sending weights to the engine."
-    TIME_SAVE = "time/save", "seconds", "Writing rollouts, and the checkpoint of the step before."
+    TIME_SAVE = "time/save", "seconds", "Writing rollouts, and the previous step's checkpoint."
     TIME_EVAL = "time/eval", "seconds", "Evaluating.", "`eval`"
 
 
@@ -244,16 +257,21 @@ class Family(Explained):
     TOOLS = (
         "tools/<name>",
         "",
-        "How often it happened in the replies of a step, such as calls, malformed, steps or timeouts; unanswered: turns or tokens"
-        " had run out; late: no reply within `rollout.reply_timeout`.",
-        "`tools`, `environment`; what has happened",
+        "Number of such events in a step: calls, malformed, steps, timeouts and others. unanswered: no turns or tokens were left."
+        " late: no reply came within `rollout.reply_timeout`.",
+        "`tools` or `environment`, for events that occurred",
     )
-    EVAL_REWARD = "eval/reward/<name>/mean", "reward", "Evaluation: mean of one reward, over completions, then prompts.", "`eval`"
+    EVAL_REWARD = (
+        "eval/reward/<name>/mean",
+        "reward",
+        "Mean of one reward in an evaluation, over completions, then prompts.",
+        "`eval`",
+    )
     EVAL_FAILED = "eval/reward/<name>/failed", "samples", "Completions of an evaluation whose reward failed.", "`eval`"
     EVAL_PASS = (
         "eval/pass@<name>",
         "share",
-        "Chance that one of so many completions of a prompt, drawn without replacement, is correct (`eval.threshold`).",
+        "pass@k, k being <name>: the chance that at least one of k completions is correct (`eval.threshold`).",
         "`eval`; 1, 2, 4, … up to `eval.group_size`",
     )
     EVAL_PASS_LOW = "eval/pass@<name>_low", "share", "Lower end of the 95 % interval of this chance.", "`eval`"
@@ -261,7 +279,7 @@ class Family(Explained):
     HEALTH = (
         "health/<name>",
         "true or false",
-        "Whether the rule `health.<name>` is broken; written once it has measured something.",
+        "Whether the rule `health.<name>` is broken. Absent until the rule has measured something.",
     )
 
     def of(self, name: str) -> str:

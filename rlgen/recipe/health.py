@@ -22,11 +22,11 @@ class HealthRecipe(Strict):
     action: Literal["warn", "stop", "checkpoint_and_stop"] = "warn"
     """If a rule is broken: warn and go on, stop, or save a checkpoint and stop."""
     reward: HealthRule = HealthRule(threshold=0.0, steps=20)
-    """The mean reward, without its sign, is at or below the threshold."""
+    """The absolute value of the mean reward is at or below the threshold."""
     reward_std: HealthRule = HealthRule(threshold=0.0, steps=10)
     """The standard deviation of a step's rewards is at or below the threshold in most of the steps."""
     reward_failed: HealthRule = HealthRule(threshold=0.0, steps=1)
-    """More rewards than the threshold failed in a step; a failed call for a group counts once for each of its samples."""
+    """The number of failed rewards in a step is above the threshold. A failed call for a group counts once for each sample."""
     unscored: HealthRule = HealthRule(threshold=1.0, steps=1)
     """The share of a step's samples without a reward is at or above the threshold."""
     zero_std: HealthRule = HealthRule(threshold=0.8, steps=10)
@@ -42,7 +42,7 @@ class HealthRecipe(Strict):
     clipped: HealthRule = HealthRule(threshold=0.3, steps=5)
     """The share of tokens whose ratio was clipped is above the threshold."""
     truncated: HealthRule = HealthRule(threshold=0.8, steps=10)
-    """The share of completions that reached the length limit is above the threshold."""
+    """The share of truncated completions is above the threshold."""
     length: HealthRule = HealthRule(threshold=0.9, steps=10)
     """The mean length of a completion is above this share of rollout.max_completion_tokens."""
     sampler_delta: HealthRule = HealthRule(threshold=0.1, steps=3)
@@ -50,7 +50,7 @@ class HealthRecipe(Strict):
     sampler_kl: HealthRule = HealthRule(threshold=0.015, steps=20)
     """The KL between engine and trainer, in nats a token, is above the threshold."""
     ess: HealthRule = HealthRule(threshold=0.3, steps=5)
-    """The effective share of the samples, by the uncapped ratios between trainer and engine, is below the threshold."""
+    """The effective share of the samples is below the threshold. It is computed from the uncapped ratios of trainer to engine."""
 
     @model_validator(mode="before")
     @classmethod
