@@ -120,17 +120,17 @@ class Metric(Explained):
     DPO_MARGIN = (
         "dpo/margin",
         "nats",
-        "`dpo/chosen_reward` minus `dpo/rejected_reward`, of a pair.",
+        "Margin of a pair: `dpo/chosen_reward` minus `dpo/rejected_reward`.",
         ONLINE_DPO,
     )
     DPO_ACCURACY = "dpo/accuracy", "share", "Pairs whose margin is above 0.", ONLINE_DPO
     DPO_CHOSEN_REWARD = (
         "dpo/chosen_reward",
         "nats",
-        "beta x log-ratio of policy to reference, of the chosen completion.",
+        "Beta times the log-ratio of policy to reference, for the chosen completion.",
         ONLINE_DPO,
     )
-    DPO_REJECTED_REWARD = "dpo/rejected_reward", "nats", "beta x the same log-ratio, of the rejected completion.", ONLINE_DPO
+    DPO_REJECTED_REWARD = "dpo/rejected_reward", "nats", "Beta times the same log-ratio, for the rejected completion.", ONLINE_DPO
     DPO_KEPT = "dpo/kept_frac", "share", "Pairs that `trainer.correction` keeps.", ONLINE_DPO
     DPO_BETA = "dpo/beta", "", "The value of `trainer.beta` in this pass over the data.", ONLINE_DPO
 
@@ -271,7 +271,7 @@ class Family(Explained):
     EVAL_PASS = (
         "eval/pass@<name>",
         "share",
-        "pass@k, k being <name>: the chance that at least one of k completions is correct (`eval.threshold`).",
+        "Chance that at least one of k completions of a prompt is correct (`eval.threshold`); <name> is k.",
         "`eval`; 1, 2, 4, … up to `eval.group_size`",
     )
     EVAL_PASS_LOW = "eval/pass@<name>_low", "share", "Lower end of the 95 % interval of this chance.", "`eval`"

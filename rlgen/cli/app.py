@@ -56,7 +56,7 @@ def options(
 
 @app.command("init", epilog="Example: rlgen init mine && cd mine && rlgen train recipe.yaml")
 def call_init(folder: Annotated[Path, Argument(metavar="DIR", help="Folder to write; new, or empty.")]) -> None:
-    """Write a folder to start from: a recipe with comments, data, rewards and their test. It trains as it is, on a CPU."""
+    """Write a folder to start from. It has a recipe with comments, data, rewards and their test. It trains as it is, on a CPU."""
     from rlgen.cli.inspect import init_command
 
     init_command(folder)
@@ -117,7 +117,7 @@ def call_doctor(
         bool, Option("--store-baseline", help="Store the measured gaps; later calls compare theirs with them.")
     ] = False,
 ) -> None:
-    """Check that trainer and engine compute the same log-probs; if not, name the cause. Trains nothing."""
+    """Check that trainer and engine agree. If not, names the cause. Trains nothing."""
     from rlgen.cli.doctor import doctor_command
 
     doctor_command(recipe, overrides or [], as_json, store_baseline)
@@ -150,7 +150,7 @@ def call_eval(
     out: Annotated[Path | None, Option(help="Folder for the samples, as Parquet.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Evaluate a model on the prompts of the recipe's section `eval`. Prints means with their intervals."""
+    """Evaluate a model. Samples answers to the prompts of section `eval`; prints means with their intervals."""
     from rlgen.cli.evaluate import eval_command
 
     eval_command(model, recipe, overrides or [], step, out, as_json)
@@ -251,7 +251,7 @@ def call_compare(
     out: Annotated[Path, Option(help="The HTML file; the PNG is beside it.")] = Path("compare.html"),
     as_json: AsJson = False,
 ) -> None:
-    """Compare runs: their recipes, their curves, and whether a metric differs. Groups runs that differ only in the seed."""
+    """Compare runs. Shows recipes, curves, and whether a metric differs. Groups runs that differ only in the seed."""
     from rlgen.cli.compare import compare_command
 
     compare_command(runs, metric, by, html, png, out, as_json)
@@ -271,7 +271,7 @@ def call_replay(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compute a step again and compare it with the record. With --set, show what other settings would have changed."""
+    """Compute a step again. Compares it with the record. With --set, shows what other settings would have changed."""
     from rlgen.cli.replay import replay_command
 
     replay_command(run, step, overrides or [], as_json)

@@ -14,7 +14,7 @@ class ColumnsRecipe(Strict):
     prompt: Text = "prompt"
     """Column of prompts: texts, or lists of messages."""
     answer: Text | None = None
-    """Column that rewards receive as `answer`, besides its own name."""
+    """Column that rewards receive as `answer`. They also receive it under its own name."""
     images: Text | None = None
     """Column of images, for a vision-language model: paths, bytes, or lists of them; a row may have none. None: no images."""
 
@@ -39,11 +39,11 @@ class DataRecipe(Strict):
     template_args: dict[StrictStr, Scalar] = {}
     """Arguments of the chat template, such as enable_thinking."""
     tool_format: ToolFormat | None = None
-    """Form in which the model writes calls of tools. None: what the chat template shows."""
+    """Form in which the model writes tool calls. None: the form that the chat template shows."""
     max_prompt_tokens: Count | None = None
-    """Longest prompt, template included. None: the longest of the data, as far as the model's positions leave room for it."""
+    """Longest prompt, template included. None: the length of the longest prompt, if the model has enough positions."""
     overlong: Literal["filter", "error"] = "filter"
-    """What happens to longer prompts; filtered ones are counted and reported."""
+    """Longer prompts: leave them out and report their number (filter), or end with an error (error)."""
     limit: Count | None = None
     """Use the first rows only."""
     shuffle: StrictBool = True
@@ -84,7 +84,7 @@ class CountdownOptions(MadeRows):
     numbers: Annotated[StrictInt, Field(ge=2, le=6)] = 3
     """Numbers that a row gives."""
     largest: Annotated[StrictInt, Field(ge=2, le=100)] = 20
-    """Largest of them."""
+    """Largest of these numbers."""
 
 
 class ColoursOptions(MadeRows):
@@ -96,7 +96,7 @@ class ColoursOptions(MadeRows):
 
 class WordProblemsOptions(MadeRows):
     largest: Annotated[StrictInt, Field(ge=9, le=1000)] = 9
-    """Largest of the numbers that an answer is made of; the smallest is 2."""
+    """Largest number that the answer is computed from; the smallest is 2."""
     two_steps: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.25
     """Share of problems that take two operations."""
 

@@ -47,25 +47,26 @@ class VllmRecipe(AnyEngineRecipe):
     """Settings of vLLM that are the same in a colocated engine and in a server."""
 
     dtype: Dtype | None = None
-    """None: model.dtype."""
+    """Dtype in which the engine computes. None: model.dtype."""
     max_model_len: Count | None = None
-    """None: max_prompt_tokens + max_completion_tokens, of the training or of `eval`, whichever is more."""
+    """Longest row, prompt and completion together. None: the longer of training's and eval's max_prompt_tokens +
+    max_completion_tokens."""
     max_num_seqs: Annotated[StrictInt, Field(ge=1, le=65536)] = 256
     """Completions decoded at the same time."""
     kv_cache_gib: Annotated[float, Field(strict=True, gt=0, le=10000)] | None = None
-    """Memory of the KV cache. None: on the CPU what is needed, at most 4 GiB; on a GPU what gpu_memory_utilization leaves."""
+    """Memory of the KV cache. None: as needed, at most 4 GiB, on the CPU; what gpu_memory_utilization leaves, on a GPU."""
     gpu_memory_utilization: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
     """Share of the GPU for weights and KV cache. None: 0.45."""
     tensor_parallel_size: Annotated[StrictInt, Field(ge=1, le=1024)] = 1
     """GPUs that hold one copy of the engine's weights together."""
     model_impl: Literal["auto", "vllm", "transformers"] = "auto"
-    """Code of the model: vLLM's own, that of transformers inside vLLM, or (auto) vLLM's own if it exists."""
+    """Whose code runs the model inside vLLM: vLLM's own, that of transformers, or (auto) vLLM's own if it exists."""
     quantization: Text | None = None
     """How vLLM quantizes the weights that it receives, such as fp8 (GPU only). None: not at all."""
     enforce_eager: StrictBool | None = None
-    """No graph capture. None: eager on the CPU, graphs on a GPU."""
+    """Run without graph capture. None: true on the CPU, false on a GPU."""
     extra: dict[StrictStr, Any] = {}
-    """Further arguments of vLLM; those that rlgen relies on are refused."""
+    """Further arguments of vLLM. rlgen refuses those that it relies on."""
 
 
 class ColocatedEngineRecipe(VllmRecipe):
@@ -114,12 +115,12 @@ class ServerEngineRecipe(VllmRecipe):
     kind: Literal["server"]
     """server: vLLM in processes of its own, here or on other machines."""
     url: Text | Annotated[list[Text], Field(min_length=1, max_length=1000)] | None = None
-    """Servers that run already, started by `rlgen serve`. Looked up at each sync: file:///PATH (a file of addresses), or
-    dns://NAME:PORT."""
+    """Addresses of running servers, started by `rlgen serve`. At each sync rlgen looks up file:///PATH (a file of addresses) and
+    dns://NAME:PORT again."""
     launch: StrictBool = False
-    """Start servers, restart each that dies, stop them with the run."""
+    """Start the servers, restart one that dies, and stop them when the run ends."""
     servers: Annotated[StrictInt, Field(ge=1, le=1000)] = 1
-    """How many are launched; they share the work. On GPUs they divide `devices`."""
+    """Servers to launch. They share the work; on GPUs they divide `devices`."""
     host: Text = "127.0.0.1"
     """Address on which a launched server listens."""
     port: Annotated[StrictInt, Field(ge=1, le=65535)] | None = None
@@ -127,22 +128,22 @@ class ServerEngineRecipe(VllmRecipe):
     token_env: Annotated[StrictStr, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] = "RLGEN_SERVER_TOKEN"
     """Environment variable that holds the servers' token. If it is not set, a launched server gets a new token."""
     timeout: Annotated[float, Field(strict=True, gt=0, le=1e6)] = 600.0
-    """Seconds without any answer after which a server counts as dead."""
+    """A server that gives no answer for this many seconds counts as dead."""
     start_timeout: Annotated[float, Field(strict=True, gt=0, le=1e6)] = 600.0
-    """Seconds that a launched server has to get ready."""
+    """Seconds that a launched server may take to get ready."""
     restarts: Annotated[StrictInt, Field(ge=0, le=1000)] = 2
     """How often a run recovers a server that died or lost its weights."""
     devices: Devices | None = None
-    """GPUs of launched servers, such as "1" or [4, 5, 6, 7]; each server has an equal part. None: those that the trainer sees."""
+    """GPUs of launched servers, such as "1" or [4, 5, 6, 7]; each server gets an equal part. None: the GPUs of the trainer."""
     transfer: Literal["files", "nccl"] = "files"
-    """How weights get to the servers: through files, or straight from GPU to GPU (NCCL), each server on GPUs of its own."""
+    """How weights get to the servers: through files, or from GPU to GPU (nccl). With nccl each server needs GPUs of its own."""
     transfer_dir: Text | None = None
     """Folder that trainer and servers share, for weights. None: shared memory of this machine."""
     lora: Literal["merged", "adapter"] = "merged"
-    """With model.lora, what is sent: all weights with the adapter merged, or the adapter alone, which each server merges."""
+    """With model.lora: send all weights with the adapter merged in, or only the adapter, which each server then merges."""
     in_flight: StrictBool | None = None
-    """With rollout.async_steps: change the weights while requests are being answered, instead of after them. None: if
-    rollout.async_steps is 2 or more."""
+    """With rollout.async_steps: change the weights while a server answers requests (true), or after it has answered them (false).
+    None: true if rollout.async_steps is 2 or more."""
 
     @property
     def memory(self) -> str:
@@ -191,7 +192,7 @@ class TransformersEngineRecipe(AnyEngineRecipe):
     kind: Literal["transformers"]
     """transformers: slow generation, but without vLLM."""
     dtype: Dtype | None = None
-    """None: model.dtype."""
+    """Dtype in which the engine computes. None: model.dtype."""
     max_num_seqs: Annotated[StrictInt, Field(ge=1, le=65536)] = 64
     """Completions decoded at the same time."""
 

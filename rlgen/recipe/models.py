@@ -28,15 +28,15 @@ class RunRecipe(Strict):
     steps: Count = 100
     """Steps of the run; each samples a rollout and trains on it."""
     probe_max: StrictBool = False
-    """Before step 1, run two micro-batches forward and backward: one of the longest rows, one of the most tokens. Too little
-    memory then shows at once."""
+    """Before step 1, run two micro-batches forward and backward: one with the longest rows, one with the most tokens. This shows
+    at once whether the memory suffices."""
     deterministic: StrictBool = False
     """Train with torch's deterministic kernels, which give the same bits each time."""
     must_save_by: Moment | None = None
     """Save and stop (exit 75) before this: a time with its zone, or a duration from the start of each attempt such as 3h50m.
 
-    It holds if update, sync and save of a step take at most 1.25 times the longest of this attempt, plus 2 s. Before the first
-    step no duration is known. One process stops sampling in time for them; several processes finish sampling first.
+    For update, sync and save rlgen reserves 1.25 times the longest time of this attempt, plus 2 s. Before the first step it knows
+    no duration. One process breaks off sampling in time; several processes finish sampling first.
     """
 
 
@@ -48,7 +48,7 @@ class LoraRecipe(Strict):
     use_rslora: StrictBool = False
     """Scale by alpha / sqrt(rank) instead (2312.03732)."""
     targets: Text | Annotated[list[Text], Field(min_length=1, max_length=10000)] = "all-linear"
-    """Layers to adapt: all-linear is every linear layer but the head; a list, such as [q_proj, v_proj], has ends of names."""
+    """Layers to adapt. all-linear: every linear layer but the head. A list, such as [q_proj, v_proj]: layers with these endings."""
 
 
 class ModelRecipe(Strict):
@@ -71,7 +71,7 @@ class ModelRecipe(Strict):
     quantization: Literal["nf4", "int8"] | None = None
     """Hold the frozen weights under an adapter in 4 or 8 bits (bitsandbytes, GPU only). None: in `dtype`."""
     train_vision: StrictBool = False
-    """With data.columns.images: train the vision tower and the projector too, not the language model alone."""
+    """With data.columns.images: also train the vision tower and the projector. false: train the language model alone."""
 
 
 BUILT_IN_REWARDS = ("exact_match", "numeric_match", "regex_match", "length", "overlong", "format", "math_verify", "environment")
@@ -91,7 +91,7 @@ class RewardRecipe(Strict):
     on_error: Literal["fail", "skip", "zero"] = "fail"
     """After a call that raises, hangs, dies or returns no number: end the run, leave the sample out, or make it a reward of 0."""
     max_error_fraction: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.05
-    """Share of a step's calls, rounded up, that may fail in each process before the run ends."""
+    """The run ends if a larger share of a step's calls fails in a process. The allowed number is rounded up."""
 
     @property
     def label(self) -> str:
@@ -109,7 +109,7 @@ class ToolRecipe(Strict):
     timeout: Annotated[float, Field(strict=True, ge=0.01, le=86400)] = 10.0
     """Seconds that a call may take; then its process is killed, and the answer says so."""
     max_output_tokens: Annotated[StrictInt, Field(ge=16, le=10**6)] = 512
-    """Longest answer; a longer one is cut, with a mark. It also takes at most half of the tokens that the completion has left."""
+    """Longest answer. A longer one is cut, with a mark. So is one above half of the tokens that the completion has left."""
 
     @property
     def label(self) -> str:
@@ -128,12 +128,11 @@ class EnvironmentRecipe(Strict):
     use: Text
     """Built-in name, file.py:Class, or pkg.mod:Class; see `rlgen docs environments`."""
     args: dict[StrictStr, Any] = {}
-    """Arguments with which the class is called, once for each conversation, by name."""
+    """Arguments of the class, by name. Each conversation gets an object of its own."""
     timeout: Annotated[float, Field(strict=True, ge=0.01, le=86400)] = 10.0
-    """Seconds that an answer may take; then the conversation ends, and the reward `environment` has failed for it."""
+    """Seconds that an answer may take. After that the conversation ends, and its reward `environment` counts as failed."""
     max_output_tokens: Annotated[StrictInt, Field(ge=16, le=10**6)] = 512
-    """Longest observation; a longer one is cut, with a mark. It also takes at most half of the tokens that the completion has
-    left."""
+    """Longest observation. A longer one is cut, with a mark. So is one above half of the tokens that the completion has left."""
     role: Literal["user", "tool"] = "user"
     """Role of the messages that hold observations."""
 
@@ -142,13 +141,13 @@ class ScoringRecipe(Strict):
     """Settings of the processes that run rewards, tools and environments."""
 
     workers: Annotated[StrictInt, Field(ge=1, le=1024)] | None = None
-    """Most processes; rlgen starts more than one if calls wait. None: one for each core, at most 8."""
+    """Most processes. rlgen starts another one if calls wait. None: one for each core, at most 8."""
     memory_gib: Annotated[float, Field(strict=True, ge=0.25, le=10000)] = 4.0
     """Most memory of each process."""
     import_timeout: Annotated[float, Field(strict=True, ge=0.1, le=86400)] = 60.0
     """Seconds that the imports of the functions may take."""
     concurrency: Annotated[StrictInt, Field(ge=1, le=10_000)] = 64
-    """Most calls of async rewards that run at once in each training process: the requests that a judge's server gets from it."""
+    """Most async reward calls at once, in each training process. It also bounds the requests at once to a judge."""
 
 
 def samples_or_greedy(temperature: float) -> float:
@@ -171,20 +170,20 @@ class RolloutRecipe(Strict):
     """Longest completion, with all its turns and replies; sampling stops there. The default becomes smaller if the model has
     fewer positions."""
     max_turns: Annotated[StrictInt, Field(ge=1, le=1000)] = 8
-    """Most turns of the model in a conversation. If the last one calls a tool, or the environment is not done with it, the
-    completion counts as truncated."""
+    """Most turns of the model in a conversation. If the last turn calls a tool, or the environment is not done, the completion
+    counts as truncated."""
     reply_timeout: Annotated[float, Field(strict=True, ge=0.01, le=86400)] = 600.0
-    """Seconds that the reply to a turn may take, with the wait for a free process; then the completion is truncated."""
+    """Seconds that the reply to a turn may take, including the wait for a free process. Then the completion is truncated."""
     use: Text | None = None
-    """file.py:function, or pkg.mod:function, that requests a step's completions from the engine itself; see `rlgen docs
-    rollouts`. None: rlgen requests them, for each prompt as it is."""
+    """file.py:function, or pkg.mod:function. It replaces rlgen's own requests to the engine, see `rlgen docs rollouts`. None:
+    rlgen sends each prompt as it is."""
     temperature: Temperature = 1.0
-    """Sampling temperature, 0.01 or more. 0 is greedy, from which no trainer learns."""
+    """Sampling temperature, 0.01 or more. 0 is greedy; no trainer learns from greedy samples."""
     top_p: Share = 1.0
-    """Sample only from the fewest most probable tokens that together have this share of the probability. As with the next two,
-    the trainer's log-probs are then of what is kept, as the engine's are; see `rlgen docs sampling`."""
+    """Sample only from the most probable tokens that together reach this probability. With top_p, top_k or min_p, engine and
+    trainer both compute log-probs over the kept tokens; see `rlgen docs sampling`."""
     top_k: Annotated[StrictInt, Field(ge=0)] = 0
-    """Sample only from so many most probable tokens; 0: from all."""
+    """Sample only from this many of the most probable tokens. 0: from all."""
     min_p: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.0
     """Sample only from tokens with at least this share of the highest probability."""
     stop: Annotated[list[Annotated[StrictStr, Field(min_length=1, max_length=100)]], Field(max_length=16)] = []
@@ -192,22 +191,22 @@ class RolloutRecipe(Strict):
     stop_token_ids: Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(max_length=64)] = []
     """Ids that end a completion, besides the end token. They stay in the completion."""
     async_steps: Annotated[StrictInt, Field(ge=0, le=64)] = 0
-    """Steps that the engine samples while one trains. 1: with weights one version old. 2 or more: with weights that change
-    meanwhile."""
+    """Steps that the engine samples ahead of the trainer. 1: it samples with weights one version old. 2 or more: its weights
+    change while it samples."""
     max_staleness: Annotated[StrictInt, Field(ge=1, le=100)] | None = None
-    """Versions that the oldest token of a sample may be old; older samples are dropped and counted. None: rollout.async_steps."""
+    """Largest age of a sample's oldest token, in versions. Older samples are dropped and counted. None: rollout.async_steps."""
     dynamic_sampling: Annotated[StrictInt, Field(ge=0, le=100)] = 0
-    """Rounds in which a step may draw further prompts, to replace groups whose rewards are all equal."""
+    """Rounds in which a step may sample more prompts. They replace groups whose rewards are all equal."""
     stream: StrictBool = False
-    """Train on complete, scored groups (forward and backward) while others of the same step are sampled. The result is the same;
-    it takes 8 bytes more for each trained parameter. Needs one process and vLLM; refuses what needs the whole batch."""
+    """Run forward and backward on groups that are scored while other groups of the step are sampled. The result is the same. It
+    takes 8 bytes more for each trained parameter. Needs one process and vLLM. Refuses settings that need the whole batch."""
 
 
 class EvalRecipe(Strict):
     """Held-out prompts that the model answers before step 1 and every few steps. Keys that are not set are as in training."""
 
     source: Text | None = None
-    """As data.source. None: data.source, with another split, or other rows of its task."""
+    """Source of the held-out rows, in the form of data.source. None: another split of data.source, or other rows of its task."""
     subset: Text | None = None
     """Configuration of a hub data set. None: data.subset, if the source is that of data."""
     split: Text = "test"
@@ -215,31 +214,31 @@ class EvalRecipe(Strict):
     revision: Text | None = None
     """Branch, tag or commit of a hub data set. None: data.revision, if the source is that of data."""
     columns: ColumnsRecipe | None = None
-    """Which columns hold prompts and answers, in place of all of data.columns. None: data.columns."""
+    """Columns that hold prompts and answers. They replace all of data.columns. None: data.columns."""
     options: dict[StrictStr, Any] | None = None
     """Parameters of a task: source. None: data.options, if the task is that of data."""
     limit: Count | None = None
     """Use the first rows only."""
     max_prompt_tokens: Count | None = None
-    """Longest prompt, template included. None: the longest of these rows, as far as the model's positions leave room for it."""
+    """Longest prompt, template included. None: the length of the longest of these rows, if the model has enough positions."""
     every: Count = 20
     """Steps between evaluations; the last step is always evaluated."""
     at_start: StrictBool = True
     """Evaluate before step 1, too."""
     best: StrictBool = True
-    """Save a checkpoint whenever the mean reward is the highest so far, and keep it besides those of checkpoint.keep."""
+    """Save a checkpoint whenever the mean reward is the highest so far. It does not count for checkpoint.keep."""
     group_size: Count = 1
     """Completions of each prompt; several give avg@k and pass@k."""
     temperature: Temperature | None = None
-    """0 is greedy. None: 0 with one completion of each prompt, rollout.temperature with several."""
+    """0 is greedy. None: 0 if group_size is 1, else rollout.temperature."""
     top_p: Share | None = None
-    """Sample only from the fewest most probable tokens that together have this share of the probability. None: rollout.top_p."""
+    """Sample only from the most probable tokens that together reach this probability. None: rollout.top_p."""
     max_completion_tokens: Count | None = None
     """Longest completion. None: rollout.max_completion_tokens."""
     rewards: Annotated[list[RewardRecipe], Field(min_length=1, max_length=100)] | None = None
     """What scores the completions. None: the rewards of training."""
     threshold: Number = 1.0
-    """A completion whose reward is this or more is correct, for eval/pass@k."""
+    """For eval/pass@k, a completion is correct if its reward is at least this."""
 
 
 class OptimRecipe(Strict):
@@ -254,15 +253,15 @@ class OptimRecipe(Strict):
     weight_decay: Annotated[float, Field(strict=True, ge=0, le=10)] = 0.0
     """Weight decay of AdamW."""
     max_grad_norm: Annotated[float, Field(strict=True, gt=0, le=1e6)] = 1.0
-    """Gradients of a larger norm are scaled down to it."""
+    """Gradients with a larger norm are scaled down to this norm."""
     micro_batch_tokens: Count = 16384
     """Most tokens that go through the model together, padding included. Changes memory and speed, never the result. The default
     grows to the longest row."""
     packing: StrictBool | None = None
-    """Lay the rows of a micro-batch end to end, without padding, and compute the prompt of a group once; the result is the same.
-    None: if it is faster (on the CPU, and in bfloat16 on a GPU) and the model allows it."""
+    """Lay the rows of a micro-batch end to end, without padding, and compute a group's prompt once. The result is the same. None:
+    true if it is faster (on the CPU, and in bfloat16 on a GPU) and the model allows it."""
     max_nonfinite: Annotated[StrictInt, Field(ge=0, le=10**6)] = 3
-    """Steps in a row that may skip their update because a number is not finite; one more ends the run. 0: the first does."""
+    """Most steps in a row that may skip their update because a number is not finite. One more ends the run."""
 
 
 class CheckpointRecipe(Strict):
@@ -276,36 +275,36 @@ class RolloutsRecipe(Strict):
     """Selects the samples that are written to rollouts/, one file a step. A step whose update was skipped is always written."""
 
     every: Annotated[StrictInt, Field(ge=0, le=10**9)] = 1
-    """Steps between two whose samples are written. 0: none."""
+    """Write the samples of every so many steps. 0: write none."""
     keep: Count | None = None
-    """Newest written steps that are kept, besides those that a resume from a checkpoint may need. None: all."""
+    """How many of the newest written steps to keep. Steps that a resume may need stay too. None: keep all."""
 
 
 class SentinelRecipe(Strict):
     max_delta: Annotated[float, Field(strict=True, gt=0, le=100)] | None = None
-    """Most that engine and trainer may differ on any sampled token, in nats. Both None: bounds are measured."""
+    """Bound of the gap between engine and trainer at any sampled token, in nats. If neither bound is set, both are measured."""
     mean_delta: Annotated[float, Field(strict=True, gt=0, le=100)] | None = None
-    """Most that engine and trainer may differ on average, in nats."""
+    """Bound of the mean gap between engine and trainer, in nats."""
     on_drift: Literal["warn", "stop", "checkpoint_and_stop"] = "checkpoint_and_stop"
-    """If they differ by more in a batch: warn and train on, stop, or save a checkpoint and stop."""
+    """If a batch exceeds a bound: warn and train on, stop, or save a checkpoint and stop."""
     probe_every: Count = 10
-    """With rollout.async_steps no batch is from current weights: after every so many syncs a few completions are sampled from
-    them."""
+    """With rollout.async_steps no batch comes from the current weights. So after every so many syncs the engine samples a few
+    completions from them, to check the sync."""
 
 
 class ProcessesRecipe(Strict):
     strategy: Literal["ddp", "fsdp"] = "ddp"
-    """What each process holds: all weights (ddp), or its share of them and of the optimizer's state (fsdp)."""
+    """What each process holds: all weights (ddp), or a share of the weights and of the optimizer's state (fsdp)."""
     shard: Count | None = None
-    """fsdp: number of processes, of neighbouring ranks, that divide the weights among them, such as those of one machine; other
-    groups hold the same shards again. None: all processes."""
+    """fsdp: number of processes that divide the weights, such as those of one machine. They are neighbouring ranks. Each further
+    group of as many processes holds the same shards. None: all processes."""
     defer_sync: bool = False
-    """fsdp: add up whole gradients in each process and send them once, after the last micro-batch of an update, instead of after
-    each: less to send, but 4 bytes more for each parameter."""
+    """fsdp: send gradients once, after the last micro-batch of an update, instead of after each one. This sends less. It takes 4
+    bytes more for each parameter, because each process adds up whole gradients."""
     count: Count | None = None
-    """Processes that must run; None: as many as are started. torchrun or accelerate starts them."""
+    """Processes that must run; torchrun or accelerate starts them. None: any number."""
     timeout: Annotated[float, Field(strict=True, ge=1, le=86400)] = 600.0
-    """Seconds without a sign of life from a process after which all processes end."""
+    """If a process gives no sign of life for this many seconds, all processes end."""
 
 
 class ClusterRecipe(Strict):
@@ -322,7 +321,7 @@ class ClusterRecipe(Strict):
     cpus: Count = 1
     """Cores that Ray reserves for each trainer and each server."""
     restarts: Annotated[StrictInt, Field(ge=0, le=1000)] = 3
-    """How often the run starts again from its newest checkpoint after a node or a process was lost."""
+    """How often the run may restart from its newest checkpoint after losing a node or a process."""
 
 
 class Recipe(Strict):

@@ -13,9 +13,9 @@ class Sink(Strict):
     name: Text | None = None
     """Name of the run in the tracker. None: run.name."""
     every: Count = 1
-    """Steps between two whose metrics and samples are sent; evaluations and the last step are sent always."""
+    """Send metrics and samples of every so many steps. Evaluations and the last step are always sent."""
     samples: Annotated[StrictInt, Field(ge=0, le=1000)] = 8
-    """Samples of a step in its table: prompt, completion, rewards, advantage. 0: no tables."""
+    """Samples in a step's table, each with prompt, completion, rewards and advantage. 0: no tables."""
 
 
 class TrackioSink(Sink):
@@ -33,7 +33,7 @@ class WandbSink(Sink):
     project: Text = "rlgen"
     """Project of the run."""
     entity: Text | None = None
-    """User or team that owns the project. None: that of the key."""
+    """User or team that owns the project. None: the owner of the API key."""
     group: Text | None = None
     """Group of runs that are shown together, such as seeds."""
     tags: Annotated[list[Text], Field(max_length=100)] = []

@@ -41,7 +41,7 @@ class CorrectionRecipe(Preset):
     }
 
     mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "icepop", "none"] = "token_truncate"
-    """Importance weight between the engine's and the trainer's log-probs, of tokens or of whole completions. Outside the caps a
+    """Weigh each token, or each whole completion (sequence), by the trainer's probability over the engine's. Outside the caps, a
     weight is moved to the cap (truncate) or set to 0 (mask). icepop is token_mask with its paper's caps."""
     min: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
     """Lower cap. Default for token_mask and icepop: 0.5."""
@@ -60,7 +60,7 @@ class PairCorrectionRecipe(CorrectionRecipe):
     """The correction for preference pairs, which have no weights: a pair is dropped if one of its completions is dropped."""
 
     mode: Literal["sequence_mask", "none"] = "none"
-    """Drop pairs by the ratio of a whole completion."""
+    """sequence_mask: drop a pair if the ratio of one of its whole completions is outside the caps."""
 
 
 def refuse_k1(value: object) -> object:
@@ -78,9 +78,10 @@ class PolicyRecipe(Strict):
     """Settings that the policy-gradient trainers share."""
 
     beta: Annotated[float, Field(strict=True, ge=0, le=1000)] = 0.0
-    """Weight of the KL to a reference model, which is kept in memory only if beta is above 0."""
+    """Weight of the KL to a reference model. With 0, no reference model is loaded."""
     kl: KLPlace = "k3_is"
-    """Estimator of the KL, in the loss or subtracted from the reward. Older tools use k3, whose gradient is biased."""
+    """Estimator of the KL. k1_in_reward subtracts the KL from the reward; the others add it to the loss. Older tools use k3;
+    its gradient is biased."""
     kl_use_weight: StrictBool = False
     """Multiply the KL in the loss by the importance weight, like the rest of the loss."""
     clip_low: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.2
@@ -88,19 +89,19 @@ class PolicyRecipe(Strict):
     clip_high: Annotated[float, Field(strict=True, ge=0, le=100)] = 0.28
     """The ratio is clipped above 1 + clip_high."""
     delta: Annotated[float, Field(strict=True, gt=1, le=1e6)] | None = None
-    """Upper bound of the ratio that holds for negative advantages too; above 1 + clip_high."""
+    """Upper bound of the ratio also for negative advantages, where clip_high does not act. Must be above 1 + clip_high."""
     off_policy_max: Annotated[float, Field(strict=True, ge=0, le=1000)] | None = None
-    """Drop completions of negative advantage whose tokens are on average further from the policy than this, in nats."""
+    """Drop a completion if its advantage is negative and its mean distance from the policy is above this, in nats a token."""
     top_entropy: Annotated[float, Field(strict=True, gt=0, le=1)] = 1.0
     """Learn only from this share of the tokens, those of the highest entropy. A value below 1 costs a forward pass."""
     entropy_bonus: Annotated[float, Field(strict=True, ge=0, le=100)] = 0.0
-    """Weight of the mean entropy of the tokens, which the loss rewards."""
+    """Weight of an entropy bonus in the loss, the mean entropy of the tokens."""
     mask_truncated: StrictBool = False
     """Learn nothing from completions that reached rollout.max_completion_tokens; their reward stays in the baseline."""
     zero_variance: Literal["keep", "drop"] = "keep"
-    """Groups with equal rewards teach nothing: keep them in the denominators of the loss, or drop them."""
+    """Whether groups with equal rewards, which teach nothing, count in the denominators of the loss."""
     updates_per_rollout: Updates = 1
-    """Optimizer steps on each rollout, all of its rows in each."""
+    """Optimizer steps on each rollout. Each step uses all rows."""
     correction: CorrectionRecipe = CorrectionRecipe()
     """Importance weights for the difference between the engine's and the trainer's log-probs."""
 
@@ -124,13 +125,12 @@ class GRPORecipe(PolicyRecipe, Preset):
     kind: Literal["grpo"] = "grpo"
     """grpo: a completion is compared with the mean of its group, and ratios are clipped."""
     loss: Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "gspo", "gspo_token", "sapo", "luspo", "vespo"] = "dapo"
-    """A paper's loss with its aggregation, scaling and clipping, each of which can be set. bnpo is another name of dapo."""
+    """A paper's loss. It sets the defaults of aggregation, scale_rewards and clipping. bnpo is another name of dapo."""
     aggregation: Literal["token_mean", "seq_mean", "fixed", "seq_sum", "prompt_mean"] = "token_mean"
     """Mean over all tokens, mean over each completion, sum divided by a fixed length, sum over each completion, mean over each
-    prompt's tokens. The default is that of the loss's paper: seq_mean for grpo, gspo, gspo_token and sapo, fixed for dr_grpo,
-    seq_sum for luspo."""
+    prompt's tokens. The default follows from `loss`."""
     scale_rewards: Literal["group", "batch", "batch_centered", "none"] = "group"
-    """Standard deviation that advantages are divided by. Default for dr_grpo: none."""
+    """Divide advantages by this standard deviation. Default for dr_grpo: none."""
     combine_rewards: Literal["sum", "normalize_then_sum"] = "sum"
     """Several rewards: sum them, or normalise each within its groups first (GDPO)."""
     cispo_max: Annotated[float, Field(strict=True, ge=1, le=1e6)] = 5.0
@@ -153,13 +153,13 @@ class RLOORecipe(PolicyRecipe):
     kind: Literal["rloo"]
     """rloo: a completion is compared with the mean of the others of its group."""
     kl: KLPlace = "k1_in_reward"
-    """Estimator of the KL, in the loss or subtracted from the reward."""
+    """Estimator of the KL. k1_in_reward subtracts the KL from the reward; the others add it to the loss."""
     clip_high: Annotated[float, Field(strict=True, ge=0, le=100)] = 0.2
     """The ratio is clipped above 1 + clip_high."""
     ratio: Literal["token", "sequence"] = "token"
-    """Clip the ratio of each token, or the product over the whole completion, which explodes on long ones."""
+    """Clip the ratio of each token, or their product over the completion. The product explodes on long completions."""
     reward_clip: tuple[Number, Number] | None = None
-    """Lowest and highest reward; others are moved to these bounds, before a KL is subtracted."""
+    """Lowest and highest reward. Rewards outside are moved to these bounds, before a KL is subtracted."""
     normalize_advantages: StrictBool = False
     """Also centre and scale the advantages over the whole rollout."""
 
@@ -170,7 +170,7 @@ class OwnRecipe(PolicyRecipe):
     use: Text
     """file.py:Class, or pkg.mod:Class, with the functions `advantages` and `loss`."""
     args: dict[StrictStr, Any] = {}
-    """Settings of the algorithm's own, which it finds in `recipe.args`."""
+    """Settings of your algorithm. It reads them from `recipe.args`."""
 
 
 Beta = Annotated[float, Field(strict=True, gt=0, le=1000)]
@@ -182,21 +182,22 @@ class OnlineDPORecipe(Strict):
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     """Loss of a pair: that of DPO (sigmoid), IPO or SLiC (hinge)."""
     beta: Beta | Annotated[list[Beta], Field(min_length=1, max_length=1000)] = 0.1
-    """Strength of the pull to the reference. A list: a value for each pass over the data; the last one for later passes."""
+    """Strength of the pull to the reference. A list: one value for each pass over the data; later passes use the last one."""
     length: Literal["sum", "mean"] = "sum"
     """Log-probs of a completion: summed over its tokens, or their mean."""
     pairing: Literal["best_worst", "outside_in", "best_random"] = "best_worst"
-    """Pairs of a group: the best and the worst; also the second best and second worst, and so on; the best and a random one."""
+    """Pair the best with the worst of a group. outside_in: also the second best with the second worst, and so on. best_random:
+    the best with a random one."""
     min_margin: Annotated[float, Field(strict=True, ge=0, le=1e6)] = 0.0
     """The rewards of a pair must differ by more than this."""
     ties: Literal["skip", "first"] = "skip"
-    """Completions of equal rewards: no pair, or the first against the last."""
+    """Pairs of equal rewards: drop them (skip), or prefer the completion that was sampled first (first)."""
     missing_eos_penalty: Annotated[float, Field(strict=True, ge=0, le=1e6)] = 0.0
     """Subtracted from the reward of a truncated completion."""
     updates_per_rollout: Updates = 1
-    """Optimizer steps on each rollout, all of its pairs in each."""
+    """Optimizer steps on each rollout. Each step uses all pairs."""
     correction: PairCorrectionRecipe = PairCorrectionRecipe()
-    """Drops pairs by the difference between the engine's and the trainer's log-probs."""
+    """Drops pairs whose log-probs differ too much between engine and trainer."""
 
 
 TrainerRecipe = Annotated[GRPORecipe | RLOORecipe | OnlineDPORecipe | OwnRecipe, Field(discriminator="kind")]
