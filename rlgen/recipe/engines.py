@@ -140,7 +140,7 @@ class ServerEngineRecipe(VllmRecipe):
     transfer_dir: Text | None = None
     """Folder that trainer and servers share, for weights. None: shared memory of this machine."""
     lora: Literal["merged", "adapter"] = "merged"
-    """With model.lora: send all weights with the adapter merged in, or only the adapter, which each server then merges."""
+    """With model.lora: send all weights with the adapter merged in, or only the adapter, which servers merge."""
     in_flight: StrictBool | None = None
     """With rollout.async_steps: change the weights while a server answers requests (true), or after it has answered them (false).
     None: true if rollout.async_steps is 2 or more."""

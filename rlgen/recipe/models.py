@@ -48,7 +48,7 @@ class LoraRecipe(Strict):
     use_rslora: StrictBool = False
     """Scale by alpha / sqrt(rank) instead (2312.03732)."""
     targets: Text | Annotated[list[Text], Field(min_length=1, max_length=10000)] = "all-linear"
-    """Layers to adapt. all-linear: every linear layer but the head. A list, such as [q_proj, v_proj]: layers with these endings."""
+    """Layers to adapt. all-linear: every linear layer but the head. A list, such as [q_proj, v_proj]: layers with such ends."""
 
 
 class ModelRecipe(Strict):

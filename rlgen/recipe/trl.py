@@ -152,24 +152,24 @@ DIFFERS = {
 }
 # What it follows from -> the options.
 DERIVED = {
-    "rollout.prompts_per_step × rollout.group_size, cut by optim.micro_batch_tokens; the result does not depend on the cut": (
+    "rollout.prompts_per_step × rollout.group_size; optim.micro_batch_tokens splits this batch and does not change the result": (
         "per_device_train_batch_size gradient_accumulation_steps generation_batch_size steps_per_generation"
     ),
-    "the machine: a GPU is used where there is one": "use_cpu",
+    "the machine: rlgen uses a GPU if there is one": "use_cpu",
     "the launcher, torchrun or accelerate": "local_rank ddp_backend",
-    "engine.dtype and model.dtype: evaluation samples with the engine that trains": "bf16_full_eval fp16_full_eval",
+    "engine.dtype and model.dtype: evaluation uses the same engine as training": "bf16_full_eval fp16_full_eval",
     "free ports of the machine": "vllm_group_port",
 }
 # Why nobody needs it -> the options.
 NOT_NEEDED = {
-    "dropout is always off: what is scored must be what was sampled": "disable_dropout lora_dropout",
+    "dropout is always off, because it would change the log-probs that the engine reported": "disable_dropout lora_dropout",
     "prompts are tokenised once, before step 1, and read from one table": (
         "dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers"
         " dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order"
     ),
     "rows are sorted by length and padded to the longest of their micro-batch": "pad_to_multiple_of length_column_name",
     "every column of the data reaches the rewards under its own name": "remove_unused_columns label_names",
-    "a completion is judged by rewards, not compared with labels": "label_smoothing_factor",
+    "rewards score a completion; there are no labels": "label_smoothing_factor",
     "denominators of the loss are counted over all processes": "average_tokens_across_devices",
     "the head is computed in chunks, never as a whole": "use_liger_kernel liger_kernel_config",
     "the engine has its own cache": "use_cache cache_implementation",
@@ -182,7 +182,7 @@ NOT_NEEDED = {
     "metrics.jsonl has every step": (
         "logging_strategy logging_steps logging_first_step log_on_each_node include_num_input_tokens_seen"
     ),
-    "a number that is not finite skips the update and is counted; optim.max_nonfinite ends the run": "logging_nan_inf_filter",
+    "an update with a number that is not finite is skipped and counted; see optim.max_nonfinite": "logging_nan_inf_filter",
     "the log is logs/rlgen.log in the run's folder, and the console adapts to the terminal": (
         "log_level log_level_replica disable_tqdm"
     ),
@@ -194,22 +194,22 @@ NOT_NEEDED = {
         " eval_accumulation_steps include_for_metrics batch_eval_metrics"
     ),
     "an `eval` section evaluates every eval.every steps, and with eval.at_start before step 1": "eval_delay",
-    "the best checkpoint of eval.best is that of the highest eval/reward/mean": "metric_for_best_model greater_is_better",
-    "a checkpoint has all that an exact resume needs; `rlgen export` writes the model alone": "save_only_model",
+    "eval.best keeps the checkpoint with the highest eval/reward/mean": "metric_for_best_model greater_is_better",
+    "a checkpoint always holds what an exact resume needs; `rlgen export` writes the model alone": "save_only_model",
     "a run's folder is shared by all machines": "save_on_each_node",
-    "SIGTERM and Ctrl-C save and end with exit 75 at the end of a step; run.must_save_by sets a time": "enable_jit_checkpoint",
-    "`rlgen train RECIPE --resume` resumes to the last bit, data and random states included": (
+    "SIGTERM or Ctrl-C saves after the step and exits with 75; run.must_save_by saves before a time": "enable_jit_checkpoint",
+    "`rlgen train RECIPE --resume` resumes exactly, with the same data and random states": (
         "resume_from_checkpoint ignore_data_skip restore_callback_states_from_checkpoint"
     ),
     "the sentinel compares engine and trainer before step 1, after each sync and on every batch": "debug",
-    "the command says what is done: `rlgen train`, `rlgen eval`": "do_train do_predict",
+    "there is a command for each: `rlgen train`, `rlgen eval`": "do_train do_predict",
     "rlgen wraps the model itself": "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph",
-    "there is no DeepSpeed; processes.strategy fsdp gathers weights for the engine": "ds3_gather_for_generation",
+    "rlgen has no DeepSpeed; with processes.strategy fsdp it gathers weights for the engine": "ds3_gather_for_generation",
     "the token of the hub comes from `hf auth login` or HF_TOKEN": "hub_token",
 }
 # What to use instead -> the options.
 NOT_SUPPORTED = {
-    "log-probs of a penalised distribution are not the trainer's; rollout has temperature, top_p, top_k and min_p": (
+    "use rollout.temperature, top_p, top_k and min_p; the trainer cannot recompute log-probs after a penalty": (
         "repetition_penalty generation_kwargs"
     ),
     "rlgen runs no code of a repository; take a model whose architecture transformers has": "trust_remote_code",
@@ -218,16 +218,16 @@ NOT_SUPPORTED = {
     "model.dtype is bfloat16 or float32": "fp16 half_precision_backend",
     "torch's own precision is kept": "tf32",
     "layers are checkpointed whole: model.gradient_checkpointing": "gradient_checkpointing_kwargs",
-    "model.compile takes torch's own backend and mode": "torch_compile_backend torch_compile_mode",
-    "noise would make the trainer score what nobody sampled": "neftune_noise_alpha",
+    "model.compile uses torch's default backend and mode": "torch_compile_backend torch_compile_mode",
+    "leave it out: with noise, the trainer's log-probs would not be those of the engine": "neftune_noise_alpha",
     "the optimizer is AdamW with torch's betas and epsilon; see the section optim": (
         "optim optim_args optim_target_modules adam_beta1 adam_beta2 adam_epsilon"
     ),
     "optim.schedule is constant, linear or cosine": "lr_scheduler_kwargs",
-    "the reference is the model at the start; a run from a checkpoint has that as its reference": (
+    "the reference stays the model at the start; to change it, start a new run from a checkpoint": (
         "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps"
     ),
-    "trainer.entropy_bonus stays as it is, and health.entropy watches the entropy": (
+    "trainer.entropy_bonus is constant; health.entropy warns if the entropy is low": (
         "use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target"
     ),
     "rollouts/ keeps texts and ids of all samples, and no pictures": "log_multimodal",
@@ -235,7 +235,7 @@ NOT_SUPPORTED = {
     "a run uploads nothing; `rlgen export RUN --out DIR --push-to-hub REPO` sends the model": (
         "push_to_hub hub_model_id hub_strategy hub_private_repo hub_always_push hub_revision log_completions_hub_repo"
     ),
-    "trackio makes the bucket of a Space; write `sinks: [{kind: trackio, space_id: me/curves}]`": (
+    "write `sinks: [{kind: trackio, space_id: me/curves}]`; trackio creates the Space's bucket": (
         "trackio_bucket_id trackio_static_space_id"
     ),
     "model.lora is plain LoRA of linear layers": "lora_modules_to_save lora_task_type lora_target_parameters use_dora",

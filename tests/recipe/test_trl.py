@@ -65,7 +65,10 @@ def test_an_option_as_a_key_is_answered(recipe_file: Path, name: str) -> None:
         ("learning_rate", "here it is `optim.learning_rate`"),
         ("kl_coef", "renamed to `trainer.beta`"),
         ("scale_rewards", "here it is `trainer.scale_rewards` (true is group, false is none)"),
-        ("gradient_accumulation_steps", "derived from rollout.prompts_per_step × rollout.group_size, cut by"),
+        (
+            "gradient_accumulation_steps",
+            "derived from rollout.prompts_per_step × rollout.group_size; optim.micro_batch_tokens splits",
+        ),
         ("remove_unused_columns", "not needed: every column of the data reaches the rewards"),
         ("fp16", "not supported: model.dtype is bfloat16 or float32"),
     ],
