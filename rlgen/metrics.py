@@ -156,7 +156,7 @@ class Metric(Explained):
     IS_RATIO_MIN = (
         "is/ratio_min",
         "ratio",
-        "Smallest ratio exp(old_logp - sampler_logp) before any cap, of a token or, by `trainer.correction`, a completion.",
+        "Smallest ratio exp(old_logp - sampler_logp) before any cap. `trainer.correction` weighs tokens or completions.",
     )
     IS_RATIO_MEAN = "is/ratio_mean", "ratio", "Mean of these ratios."
     IS_RATIO_MAX = "is/ratio_max", "ratio", "Largest of these ratios."
@@ -257,7 +257,7 @@ class Family(Explained):
     TOOLS = (
         "tools/<name>",
         "",
-        "Number of such events in a step: calls, malformed, steps, timeouts and others. unanswered: no turns or tokens were left."
+        "Number of events of this name in a step, such as calls, malformed, steps or timeouts. unanswered: no turns or tokens were left."
         " late: no reply came within `rollout.reply_timeout`.",
         "`tools` or `environment`, for events that occurred",
     )
@@ -271,8 +271,8 @@ class Family(Explained):
     EVAL_PASS = (
         "eval/pass@<name>",
         "share",
-        "Chance that at least one of k completions of a prompt is correct (`eval.threshold`); <name> is k.",
-        "`eval`; 1, 2, 4, … up to `eval.group_size`",
+        "Chance that at least one of k completions of a prompt is correct (`eval.threshold`).",
+        "`eval`. The name is k: 1, 2, 4, … up to `eval.group_size`",
     )
     EVAL_PASS_LOW = "eval/pass@<name>_low", "share", "Lower end of the 95 % interval of this chance.", "`eval`"
     EVAL_PASS_HIGH = "eval/pass@<name>_high", "share", "Upper end of the 95 % interval of this chance.", "`eval`"

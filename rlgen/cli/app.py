@@ -197,9 +197,7 @@ def call_rollouts(
     ] = None,
     sort: Annotated[
         str,
-        Option(
-            help="step, reward, advantage, length or gap (between engine and trainer); a minus, as in -reward: highest first."
-        ),
+        Option(help="step, reward, advantage, length, or gap (of engine and trainer). -reward: highest first."),
     ] = "step",
     limit: Annotated[int, Option(min=1, max=10_000, help="Rollouts per page.")] = 10,
     page: Annotated[int, Option(min=1, help="Page to show.")] = 1,

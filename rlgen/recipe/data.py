@@ -41,7 +41,7 @@ class DataRecipe(Strict):
     tool_format: ToolFormat | None = None
     """Form in which the model writes tool calls. None: the form that the chat template shows."""
     max_prompt_tokens: Count | None = None
-    """Longest prompt, template included. None: the length of the longest prompt, if the model has enough positions."""
+    """Longest prompt, template included. None: the longest of the data, or less if the model has too few positions."""
     overlong: Literal["filter", "error"] = "filter"
     """Longer prompts: leave them out and report their number (filter), or end with an error (error)."""
     limit: Count | None = None

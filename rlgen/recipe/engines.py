@@ -49,12 +49,12 @@ class VllmRecipe(AnyEngineRecipe):
     dtype: Dtype | None = None
     """Dtype in which the engine computes. None: model.dtype."""
     max_model_len: Count | None = None
-    """Longest row, prompt and completion together. None: the longer of training's and eval's max_prompt_tokens +
-    max_completion_tokens."""
+    """Longest row, prompt and completion together. None: max_prompt_tokens + max_completion_tokens, the larger
+    sum of training and eval."""
     max_num_seqs: Annotated[StrictInt, Field(ge=1, le=65536)] = 256
     """Completions decoded at the same time."""
     kv_cache_gib: Annotated[float, Field(strict=True, gt=0, le=10000)] | None = None
-    """Memory of the KV cache. None: as needed, at most 4 GiB, on the CPU; what gpu_memory_utilization leaves, on a GPU."""
+    """Memory of the KV cache. None: on a CPU as much as needed, up to 4 GiB; on a GPU what gpu_memory_utilization leaves."""
     gpu_memory_utilization: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
     """Share of the GPU for weights and KV cache. None: 0.45."""
     tensor_parallel_size: Annotated[StrictInt, Field(ge=1, le=1024)] = 1

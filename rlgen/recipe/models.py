@@ -48,7 +48,7 @@ class LoraRecipe(Strict):
     use_rslora: StrictBool = False
     """Scale by alpha / sqrt(rank) instead (2312.03732)."""
     targets: Text | Annotated[list[Text], Field(min_length=1, max_length=10000)] = "all-linear"
-    """Layers to adapt. all-linear: every linear layer but the head. A list, such as [q_proj, v_proj]: layers with such ends."""
+    """Layers to adapt. all-linear: every linear layer but the head. A list, such as [q_proj, v_proj]: ends of layer names."""
 
 
 class ModelRecipe(Strict):
@@ -109,7 +109,7 @@ class ToolRecipe(Strict):
     timeout: Annotated[float, Field(strict=True, ge=0.01, le=86400)] = 10.0
     """Seconds that a call may take; then its process is killed, and the answer says so."""
     max_output_tokens: Annotated[StrictInt, Field(ge=16, le=10**6)] = 512
-    """Longest answer. A longer one is cut, with a mark. So is one above half of the tokens that the completion has left."""
+    """Longest answer; a longer one is cut, with a mark. An answer may take at most half of the completion's remaining tokens."""
 
     @property
     def label(self) -> str:
@@ -132,7 +132,7 @@ class EnvironmentRecipe(Strict):
     timeout: Annotated[float, Field(strict=True, ge=0.01, le=86400)] = 10.0
     """Seconds that an answer may take. After that the conversation ends, and its reward `environment` counts as failed."""
     max_output_tokens: Annotated[StrictInt, Field(ge=16, le=10**6)] = 512
-    """Longest observation. A longer one is cut, with a mark. So is one above half of the tokens that the completion has left."""
+    """Longest observation; a longer one is cut, with a mark. It may take at most half of the completion's remaining tokens."""
     role: Literal["user", "tool"] = "user"
     """Role of the messages that hold observations."""
 
@@ -147,7 +147,7 @@ class ScoringRecipe(Strict):
     import_timeout: Annotated[float, Field(strict=True, ge=0.1, le=86400)] = 60.0
     """Seconds that the imports of the functions may take."""
     concurrency: Annotated[StrictInt, Field(ge=1, le=10_000)] = 64
-    """Most async reward calls at once, in each training process. It also bounds the requests at once to a judge."""
+    """Most async reward calls at once, in each training process. This also limits the concurrent requests to a judge."""
 
 
 def samples_or_greedy(temperature: float) -> float:
@@ -173,7 +173,7 @@ class RolloutRecipe(Strict):
     """Most turns of the model in a conversation. If the last turn calls a tool, or the environment is not done, the completion
     counts as truncated."""
     reply_timeout: Annotated[float, Field(strict=True, ge=0.01, le=86400)] = 600.0
-    """Seconds that the reply to a turn may take, including the wait for a free process. Then the completion is truncated."""
+    """Seconds that the reply to a turn may take, including the wait for a free process; then the completion is truncated."""
     use: Text | None = None
     """file.py:function, or pkg.mod:function. It replaces rlgen's own requests to the engine, see `rlgen docs rollouts`. None:
     rlgen sends each prompt as it is."""
@@ -198,7 +198,7 @@ class RolloutRecipe(Strict):
     dynamic_sampling: Annotated[StrictInt, Field(ge=0, le=100)] = 0
     """Rounds in which a step may sample more prompts. They replace groups whose rewards are all equal."""
     stream: StrictBool = False
-    """Run forward and backward on groups that are scored while other groups of the step are sampled. The result is the same. It
+    """Run forward and backward on scored groups while other groups of the step are sampled. The result is the same. It
     takes 8 bytes more for each trained parameter. Needs one process and vLLM. Refuses settings that need the whole batch."""
 
 
@@ -220,13 +220,13 @@ class EvalRecipe(Strict):
     limit: Count | None = None
     """Use the first rows only."""
     max_prompt_tokens: Count | None = None
-    """Longest prompt, template included. None: the length of the longest of these rows, if the model has enough positions."""
+    """Longest prompt, template included. None: the longest of these rows, or less if the model has too few positions."""
     every: Count = 20
     """Steps between evaluations; the last step is always evaluated."""
     at_start: StrictBool = True
     """Evaluate before step 1, too."""
     best: StrictBool = True
-    """Save a checkpoint whenever the mean reward is the highest so far. It does not count for checkpoint.keep."""
+    """Save a checkpoint whenever the mean reward is the highest so far. It is kept in addition to those of checkpoint.keep."""
     group_size: Count = 1
     """Completions of each prompt; several give avg@k and pass@k."""
     temperature: Temperature | None = None
@@ -275,7 +275,7 @@ class RolloutsRecipe(Strict):
     """Selects the samples that are written to rollouts/, one file a step. A step whose update was skipped is always written."""
 
     every: Annotated[StrictInt, Field(ge=0, le=10**9)] = 1
-    """Write the samples of every so many steps. 0: write none."""
+    """Interval in steps at which samples are written. 0: never."""
     keep: Count | None = None
     """How many of the newest written steps to keep. Steps that a resume may need stay too. None: keep all."""
 
@@ -288,8 +288,8 @@ class SentinelRecipe(Strict):
     on_drift: Literal["warn", "stop", "checkpoint_and_stop"] = "checkpoint_and_stop"
     """If a batch exceeds a bound: warn and train on, stop, or save a checkpoint and stop."""
     probe_every: Count = 10
-    """With rollout.async_steps no batch comes from the current weights. So after every so many syncs the engine samples a few
-    completions from them, to check the sync."""
+    """Syncs between two checks, with rollout.async_steps. No batch is then sampled with the current weights, so a check samples a
+    few completions with them."""
 
 
 class ProcessesRecipe(Strict):

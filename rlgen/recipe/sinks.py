@@ -13,7 +13,7 @@ class Sink(Strict):
     name: Text | None = None
     """Name of the run in the tracker. None: run.name."""
     every: Count = 1
-    """Send metrics and samples of every so many steps. Evaluations and the last step are always sent."""
+    """Interval in steps at which metrics and samples are sent. Evaluations and the last step are always sent."""
     samples: Annotated[StrictInt, Field(ge=0, le=1000)] = 8
     """Samples in a step's table, each with prompt, completion, rewards and advantage. 0: no tables."""
 

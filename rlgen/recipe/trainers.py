@@ -60,7 +60,7 @@ class PairCorrectionRecipe(CorrectionRecipe):
     """The correction for preference pairs, which have no weights: a pair is dropped if one of its completions is dropped."""
 
     mode: Literal["sequence_mask", "none"] = "none"
-    """sequence_mask: drop a pair if the ratio of one of its whole completions is outside the caps."""
+    """sequence_mask: drop a pair if the ratio of either completion is outside the caps."""
 
 
 def refuse_k1(value: object) -> object:
@@ -95,11 +95,11 @@ class PolicyRecipe(Strict):
     top_entropy: Annotated[float, Field(strict=True, gt=0, le=1)] = 1.0
     """Learn only from this share of the tokens, those of the highest entropy. A value below 1 costs a forward pass."""
     entropy_bonus: Annotated[float, Field(strict=True, ge=0, le=100)] = 0.0
-    """Weight of an entropy bonus in the loss, the mean entropy of the tokens."""
+    """Weight of an entropy bonus, the mean entropy of the tokens."""
     mask_truncated: StrictBool = False
     """Learn nothing from completions that reached rollout.max_completion_tokens; their reward stays in the baseline."""
     zero_variance: Literal["keep", "drop"] = "keep"
-    """Whether groups with equal rewards, which teach nothing, count in the denominators of the loss."""
+    """Groups with equal rewards teach nothing. keep: they count in the denominators of the loss. drop: they do not."""
     updates_per_rollout: Updates = 1
     """Optimizer steps on each rollout. Each step uses all rows."""
     correction: CorrectionRecipe = CorrectionRecipe()
@@ -127,8 +127,8 @@ class GRPORecipe(PolicyRecipe, Preset):
     loss: Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "gspo", "gspo_token", "sapo", "luspo", "vespo"] = "dapo"
     """A paper's loss. It sets the defaults of aggregation, scale_rewards and clipping. bnpo is another name of dapo."""
     aggregation: Literal["token_mean", "seq_mean", "fixed", "seq_sum", "prompt_mean"] = "token_mean"
-    """Mean over all tokens, mean over each completion, sum divided by a fixed length, sum over each completion, mean over each
-    prompt's tokens. The default follows from `loss`."""
+    """token_mean: mean over all tokens. seq_mean: over each completion. prompt_mean: over each prompt's tokens. seq_sum: sum over
+    each completion. fixed: sum divided by a fixed length. The default follows from `loss`."""
     scale_rewards: Literal["group", "batch", "batch_centered", "none"] = "group"
     """Divide advantages by this standard deviation. Default for dr_grpo: none."""
     combine_rewards: Literal["sum", "normalize_then_sum"] = "sum"

@@ -162,7 +162,7 @@ DERIVED = {
 }
 # Why nobody needs it -> the options.
 NOT_NEEDED = {
-    "dropout is always off, because it would change the log-probs that the engine reported": "disable_dropout lora_dropout",
+    "dropout is always off: with it, the trainer's log-probs would not be those of the engine": "disable_dropout lora_dropout",
     "prompts are tokenised once, before step 1, and read from one table": (
         "dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers"
         " dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order"
