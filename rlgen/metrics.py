@@ -257,7 +257,7 @@ class Family(Explained):
     TOOLS = (
         "tools/<name>",
         "",
-        "Number of events of this name in a step, such as calls, malformed, steps or timeouts. unanswered: no turns or tokens were left."
+        "Events of this name in a step, such as calls, malformed, steps or timeouts. unanswered: no turns or tokens were left."
         " late: no reply came within `rollout.reply_timeout`.",
         "`tools` or `environment`, for events that occurred",
     )
