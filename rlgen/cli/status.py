@@ -1,6 +1,5 @@
 """Prints the state of a run, or of all runs of a folder: `rlgen status`, `rlgen runs`."""
 
-import fcntl
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from rlgen.metrics import Family, Metric
 from rlgen.redact import printable
 from rlgen.run.clock import as_clock, remaining
 from rlgen.run.console import evaluation_line, number_text, step_line
-from rlgen.run.directory import RunDirectory, json_line, pinned_step, read_records
+from rlgen.run.directory import RunDirectory, in_use, json_line, pinned_step, read_records
 from rlgen.run.find import find_run, holds_run, names_of_runs
 
 FOLLOWS = 0.5  # seconds between two looks at a run that is followed
@@ -144,18 +143,6 @@ def status_of(path: Path) -> dict[str, Any]:
 def seconds_of(records: Sequence[Mapping[str, Any]]) -> list[float]:
     """Returns the seconds of each step, without the evaluation before step 1."""
     return [record[Metric.TIME_STEP] for record in records if record[Metric.STEP] and Metric.TIME_STEP in record]
-
-
-def in_use(path: Path) -> bool:
-    """Returns whether a process holds the run's lock. Takes the lock only to test it."""
-    try:
-        with (path / ".lock").open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return False
 
 
 def runs_command(folder: Path, as_json: bool) -> None:

@@ -31,6 +31,7 @@ from rlgen.errors import EngineError, ProcessError, RlgenError, SetupError, Stop
 from rlgen.files import write_text
 from rlgen.recipe import LoadedRecipe, Recipe
 from rlgen.recipe.engines import ServerEngineRecipe
+from rlgen.run.directory import in_use
 from rlgen.run.find import holds_run
 from rlgen.run.launch import IN_CLUSTER
 from rlgen.run.signals import StopRequest
@@ -44,6 +45,7 @@ TAIL = 4000  # bytes of its last output that are kept of each process
 TICK = 0.2  # seconds
 OF_LOSS = (EngineError.exit_code, ProcessError.exit_code)  # with which trainers end that miss a server, or each other
 NOTICED = 20.0  # seconds in which Ray notices that a node is gone; its processes often end earlier
+LEFT = 120.0  # seconds for the processes of a lost node to end, or for a network file system to give their locks back
 CONNECT = 10.0  # seconds for the head of the cluster to answer
 RAY_THREAD = "ray_listen_error_messages"
 
@@ -169,6 +171,7 @@ class Attempts:
         try:
             options = self.command.first
             while (code := self.attempt(options)) is None:
+                self.await_end()
                 options = self.command.again if holds_run(self.recipe.run_path) else self.command.first
             return code
         finally:
@@ -198,6 +201,12 @@ class Attempts:
         self.losses += 1
         self.say(f"cluster: {words}; starting again from the newest checkpoint")
         return None
+
+    def await_end(self) -> None:
+        """Waits until no process of a lost attempt is left: one on a node that Ray has lost may live on for a while."""
+        until = time.monotonic() + LEFT
+        while in_use(self.recipe.run_path) and not self.stop.why and time.monotonic() < until:
+            time.sleep(TICK)
 
     @contextmanager
     def placed(self) -> Iterator[tuple[list[Place], list[Place]]]:

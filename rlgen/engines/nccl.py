@@ -15,7 +15,7 @@ The group has no token and no encryption: use it only in networks that you trust
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
 from itertools import accumulate
@@ -28,6 +28,7 @@ from torch import Tensor
 from rlgen.engines.base import SyncReport, Weights
 from rlgen.engines.http import ANSWER_SECONDS, Server, report_of
 from rlgen.engines.launch import claim
+from rlgen.engines.transfer import buckets
 from rlgen.engines.vllm_weights import NcclEndpoint
 from rlgen.errors import EngineError
 from rlgen.recipe.rules import is_loopback
@@ -95,7 +96,7 @@ class Broadcast:
         try:
             self._together("rlgen_listen", lambda server: server.rpc("rlgen_listen", self._timeout, hashed=hashed))
             self._post_to_all("/start_weight_update")
-            for bucket in buckets((name, self._endpoint.ready(tensor)) for name, tensor in weights):
+            for bucket in buckets(((name, self._endpoint.ready(tensor)) for name, tensor in weights), BUCKET_BYTES):
                 self._send_bucket(self._endpoint, bucket)
             self._post_to_all("/finish_weight_update")
             heard = self._together("rlgen_heard", lambda server: server.rpc("rlgen_heard", self._timeout))
@@ -166,20 +167,6 @@ def in_thread(call: Callable[[], Any]) -> "Future[Any]":
 
     threading.Thread(target=run, name="rlgen-nccl", daemon=True).start()
     return future
-
-
-def buckets(weights: Weights) -> Iterator[dict[str, Tensor]]:
-    """Yields `weights` in buckets of at most BUCKET_BYTES; a larger tensor is a bucket of its own."""
-    bucket: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in weights:
-        if bucket and size + tensor.nbytes > BUCKET_BYTES:
-            yield bucket
-            bucket, size = {}, 0
-        bucket[name] = tensor
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
 
 
 def bucket_bytes(tensors: Sequence[Tensor]) -> Tensor:

@@ -1,6 +1,6 @@
 """Writes weights to files for servers: one folder per version, in shared memory or on a file system that both sides can read.
 
-DIR/rlgen-HOST-PID-xxxxxxxx/v12-3/model-00000.safetensors ...    each ends with the tensor that reaches FILE_BYTES
+DIR/rlgen-HOST-PID-xxxxxxxx/v12-3/model-00000.safetensors ...    each at most FILE_BYTES, or one tensor
 DIR/rlgen-HOST-PID-xxxxxxxx/v12-3/manifest.json                  written last: version, bytes of each file, number of tensors
 """
 
@@ -13,6 +13,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -25,7 +27,7 @@ from rlgen.engines.base import Weights
 from rlgen.errors import EngineError
 
 SHARED_MEMORY = "/dev/shm"
-FILE_BYTES = 1 << 29  # this much is held in memory while it is written
+FILE_BYTES = 1 << 26  # twice as much is held in memory: one file is written while the tensors of the next are gathered
 HOST = socket.gethostname()
 CLOSING_SECONDS = 5.0  # timeout for the guard to notice that the folder is gone
 
@@ -67,25 +69,25 @@ class FileTransfer:
         self._written += 1
         folder = self._place / f"v{version}-{self._written}"
         files: dict[str, dict[str, int]] = {}
-        part: dict[str, Tensor] = {}
-        tensors = size = 0
+        tensors = 0
 
-        def flush() -> None:
-            name = f"model-{len(files):05}.safetensors"
-            save_file(part, folder / name)
+        def save(number: int, bucket: dict[str, Tensor]) -> None:
+            name = f"model-{number:05}.safetensors"
+            save_file(bucket, folder / name)
             files[name] = {"bytes": (folder / name).stat().st_size}
 
         try:
             folder.mkdir()
-            for name, tensor in weights:
+            with ThreadPoolExecutor(1, thread_name_prefix="rlgen-writing") as writer:
+                saving: Future[None] | None = None
                 # A contiguous copy: safetensors refuses tensors that share memory.
-                part[name] = tensor.detach().cpu().contiguous().clone()
-                tensors, size = tensors + 1, size + part[name].nbytes
-                if size >= FILE_BYTES:
-                    flush()
-                    part, size = {}, 0
-            if part:
-                flush()
+                copies = ((name, tensor.detach().cpu().contiguous().clone()) for name, tensor in weights)
+                for number, bucket in enumerate(buckets(copies, FILE_BYTES)):
+                    if saving is not None:
+                        saving.result()
+                    saving, tensors = writer.submit(save, number, bucket), tensors + len(bucket)
+                if saving is not None:
+                    saving.result()
             manifest = {"version": version, "files": files, "tensors": tensors}
             (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
         except (OSError, SafetensorError) as error:
@@ -103,6 +105,20 @@ class FileTransfer:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def buckets(weights: Weights, most: int) -> Iterator[dict[str, Tensor]]:
+    """Yields `weights` in buckets of at most `most` bytes; a larger tensor is a bucket of its own."""
+    bucket: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in weights:
+        if bucket and size + tensor.nbytes > most:
+            yield bucket
+            bucket, size = {}, 0
+        bucket[name] = tensor
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
 
 
 def sweep_weights(place: Path) -> None:

@@ -7,10 +7,11 @@ head under another name. vLLM reads checkpoints, so it receives what `save_pretr
 import copy
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
+from typing import TypeAlias
 
 import torch
 from peft.utils.integrations import dequantize_module_weight
@@ -118,18 +119,25 @@ def layer_of(name: str) -> str:
     return found[0] if found else ""
 
 
-def checkpoint_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+Tensors: TypeAlias = Iterable[tuple[str, Tensor]]
+
+
+def checkpoint_tensors(model: PreTrainedModel, cast: Callable[[Tensors], Tensors] = iter) -> Iterator[tuple[str, Tensor]]:
     """Yields names and tensors as in the checkpoint that `from_pretrained` loaded `model` from, with adapters merged.
 
     Models that are held in another layout are converted layer by layer, so that only one layer's experts are held twice at a
     time. Sharded tensors are gathered one by one: all processes must iterate over all of them.
+
+    `cast` rounds tensors, each value by itself. It is applied to shards, before they are gathered, where the model is held as in
+    its checkpoint: rounded ones have fewer bytes.
     """
     tensors = merged_tensors(model)
     if not model._weight_conversions:
-        yield from ((name, whole(tensor)) for name, tensor in tensors)
+        yield from ((name, whole(tensor)) for name, tensor in cast(tensors))
         return
     for _, layer in groupby(tensors, key=lambda item: layer_of(item[0])):
-        yield from loading.revert_weight_conversion(model, {name: whole(tensor) for name, tensor in layer}).items()
+        converted = loading.revert_weight_conversion(model, {name: whole(tensor) for name, tensor in layer})
+        yield from cast(converted.items())
 
 
 def adapter_factors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

@@ -282,6 +282,18 @@ class RunDirectory:
             self._lock = None
 
 
+def in_use(path: Path) -> bool:
+    """Returns whether a process holds the run's lock. Takes the lock only to test it."""
+    try:
+        with (path / LOCK).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
 def _lock(path: Path) -> int:
     """Locks the directory and returns the descriptor of the lock file.
 

@@ -1,6 +1,7 @@
 """Sends weights to an engine, and checks that what it received is what was sent."""
 
 from collections.abc import Mapping
+from functools import partial
 
 from transformers import PreTrainedModel
 
@@ -34,7 +35,7 @@ def send_weights(
         if engine.abilities.merges and is_adapted(model) and not whole:
             weights = sent.record(adapter_factors(model))
         else:
-            weights = sent.record(cast_for(engine.facts(), checkpoint_tensors(model)))
+            weights = sent.record(checkpoint_tensors(model, partial(cast_for, engine.facts())))
         with gone_through(weights):  # records tensors that the engine did not read as sent, too
             receipt = engine.sync(weights, version, hashed)
         check_receipt(sent.received, receipt, version, engine.weight_version)

@@ -29,9 +29,10 @@ from rlgen.engines import client, nccl
 from rlgen.engines.base import SyncRecorder, fingerprint
 from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.http import report_of
-from rlgen.engines.nccl import BUCKET_BYTES, Broadcast, bucket_bytes, buckets, own_address
+from rlgen.engines.nccl import BUCKET_BYTES, Broadcast, bucket_bytes, own_address
 from rlgen.engines.open import build_engine
 from rlgen.engines.server import ServerEngine
+from rlgen.engines.transfer import buckets
 from rlgen.engines.worker import Worker
 from rlgen.errors import EngineError, SentinelError, ServerLost, SetupError
 from rlgen.models.policy import Policy
@@ -188,7 +189,7 @@ def test_all_tensors_arrive_in_order_and_in_few_broadcasts(monkeypatch: pytest.M
         check_receipt(sent, receipt, 7, 7)
         assert list(receipt.received) == list(weights)
     assert group.sent == [48, 48, 48, 54]  # four broadcasts of seven tensors; the last one is larger than a bucket
-    assert list(buckets([])) == []
+    assert list(buckets([], 1)) == []
 
 
 def test_a_model_is_one_broadcast_and_dtypes_of_a_bucket_are_aligned() -> None:

@@ -2,26 +2,36 @@
 
 sharded_opening_worker.py tensors OUTPUT FOLDER...         compares every tensor with what `from_pretrained` gives
 sharded_opening_worker.py memory OUTPUT SMALL FOLDER BETA  measures the memory of each process while it opens FOLDER
+sharded_opening_worker.py sync OUTPUT SMALL FOLDER           the same, while it sends the weights of FOLDER in bfloat16
 """
 
 import os
 import subprocess
 import sys
+import tempfile
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from helpers.engines import engine_info
 from helpers.recipes import recipe_for
 from helpers.samples import TEXTS
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlgen.algorithms.registry import build_algorithm
+from rlgen.engines.base import SyncRecorder, SyncReport
+from rlgen.engines.transfer import FileTransfer
 from rlgen.files import write_json
 from rlgen.models.parts import whole
 from rlgen.models.weights import checkpoint_tensors, own_tensors
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
+from rlgen.sentinel.sync import send_weights
 from rlgen.setup.policy import open_policies
 from rlgen.setup.settings import TrainSettings
 
@@ -49,17 +59,58 @@ def anonymous() -> int:
     return int(line.split()[1]) << 10
 
 
-def measured(folder: str, beta: float, processes: Processes) -> dict[str, int]:
-    """Bytes at the peak of opening, and held after it, beyond those held before."""
-    recipe = sharded(folder, beta)
-    algorithm, before = build_algorithm(recipe.trainer), anonymous()
+@contextmanager
+def watched(found: dict[str, int]) -> Iterator[None]:
+    """Bytes at the peak of the block, and held after it, beyond those held before."""
+    before = anonymous()
     words = [sys.executable, "-S", "-c", WATCH, str(os.getpid())]
     watch = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert watch.stdout is not None and watch.stdout.readline() == "ready\n"
-    policies = open_policies(TrainSettings.of(recipe), folder, algorithm, None, processes, None, TEXTS, print)
+    yield
     most, _ = watch.communicate("")
+    found |= {"peak": (int(most) << 10) - before, "held": anonymous() - before}
+
+
+def measured(folder: str, beta: float, processes: Processes) -> dict[str, int]:
+    """Memory of opening."""
+    recipe, found = sharded(folder, beta), dict[str, int]()
+    algorithm = build_algorithm(recipe.trainer)
+    with watched(found):
+        policies = open_policies(TrainSettings.of(recipe), folder, algorithm, None, processes, None, TEXTS, print)
     assert (policies.reference is not None) == (beta > 0)
-    return {"peak": (int(most) << 10) - before, "held": anonymous() - before}
+    return found
+
+
+class Outbox:
+    """An engine as far as a sync to servers goes: the main process writes the files, and nobody loads them."""
+
+    weight_version = 1
+    abilities = SimpleNamespace(merges=False)
+
+    def __init__(self, processes: Processes) -> None:
+        self.files = FileTransfer(tempfile.gettempdir()) if processes.is_main else None
+        self.facts = lambda: engine_info("bfloat16")
+
+    def sync(self, weights: Any, version: int, hashed: bool) -> SyncReport:
+        recorder = SyncRecorder(hashed)
+        if self.files is not None:
+            self.files.write(recorder.record(weights), version)
+        else:
+            deque(recorder.record(weights), maxlen=0)
+        return SyncReport(version=version, received=recorder.received, not_loaded=())
+
+
+def sent(folder: str, processes: Processes) -> dict[str, int]:
+    """Memory of a sync."""
+    recipe, found = sharded(folder), dict[str, int]()
+    algorithm = build_algorithm(recipe.trainer)
+    policies = open_policies(TrainSettings.of(recipe), folder, algorithm, None, processes, None, TEXTS, print)
+    outbox: Any = Outbox(processes)
+    with watched(found):
+        send_weights(outbox, policies.policy.model, 1, processes)
+    if outbox.files is not None:
+        outbox.files.close()
+    return found
 
 
 def compared(folder: str, processes: Processes) -> dict[str, Any]:
@@ -110,6 +161,9 @@ def main(what: str, output: Path, folders: list[str]) -> None:
     processes = Processes.open(60)
     if what == "tensors":
         found: Any = {folder: compared(folder, processes) for folder in folders}
+    elif what == "sync":
+        sent(folders[0], processes)
+        found = processes.gather([sent(folders[1], processes)])
     else:
         measured(folders[0], 0.1, processes)  # imports what it takes
         found = processes.gather([measured(folders[1], float(folders[2]), processes)])

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from helpers.samples import TEXTS
 from helpers.slow import slow_but
-from helpers.torchrun import launch, well
+from helpers.torchrun import launch, torchrun, well
 from sharded_opening_worker import sharded
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, OlmoHybridConfig, PreTrainedModel, Qwen3Config
 
+from rlgen.engines.transfer import FILE_BYTES
 from rlgen.errors import ProcessError
 from rlgen.files import read_json
 from rlgen.models.lora import adapter_tensors
@@ -62,11 +63,21 @@ def as_last_of() -> Iterator[Callable[[int], Processes]]:
     dist.destroy_process_group()
 
 
-def opened(folder: Path, what: str, *arguments: object) -> Any:
-    """What two processes have found."""
+def opened(folder: Path, what: str, *arguments: object, world: int = 2) -> Any:
+    """What several processes have found."""
     output = folder / "found.json"
     # Freed tensors go back to the system at once, so that memory is what is held: glibc would keep those below 32 MB.
-    well(launch(sharded_opening_worker.__file__, what, output, *arguments, timeout=400, MALLOC_MMAP_THRESHOLD_="65536"))
+    well(
+        launch(
+            sharded_opening_worker.__file__,
+            what,
+            output,
+            *arguments,
+            launcher=torchrun(world),
+            timeout=400,
+            MALLOC_MMAP_THRESHOLD_="65536",
+        )
+    )
     return read_json(output)
 
 
@@ -196,3 +207,15 @@ def test_opening_takes_the_memory_of_the_shards(large: tuple[Path, int, int], tm
         print({key: value // MIB for key, value in of_process.items()}, shards // MIB, largest // MIB)
         assert shards <= of_process["peak"] <= 1.25 * (shards + largest)
         assert of_process["held"] <= 1.15 * shards
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_sync_takes_two_buckets(large: tuple[Path, int, int], tmp_path: Path, world: int) -> None:
+    """No process holds the model: weights are rounded, gathered tensor by tensor, and written while the next are gathered."""
+    folder, size, largest = large
+    main, *others = opened(tmp_path, "sync", build_tiny("qwen3"), folder, world=world)
+    print({key: value // MIB for key, value in main.items()}, [one["peak"] // MIB for one in others], size // MIB)
+    assert size / 2 > 3 * FILE_BYTES, "in bfloat16 it is more than three files"
+    assert main["peak"] <= 2 * FILE_BYTES + 2 * largest
+    assert all(one["peak"] <= 2 * largest for one in others)
