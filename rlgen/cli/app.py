@@ -129,11 +129,14 @@ def call_serve(
     overrides: Overrides = None,
     host: Annotated[str | None, Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
     port: Annotated[int | None, Option(min=0, max=65535, help="Port; 0 takes a free one. Default: 8000.")] = None,
+    announce: Annotated[
+        Path | None, Option(metavar="FOLDER", help="Keep the address in a file there; the server ends if it is removed.")
+    ] = None,
 ) -> None:
     """Start a vLLM server for a recipe's model; training then connects to it. Ctrl-C stops it."""
     from rlgen.cli.serve import serve_command
 
-    serve_command(recipe, overrides or [], host, port)
+    serve_command(recipe, overrides or [], host, port, announce)
 
 
 @app.command("eval", epilog="Example: rlgen eval runs/mine recipe.yaml --step best --set eval.group_size=8")

@@ -3,15 +3,18 @@
 import os
 import shlex
 import signal
+import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from rlgen.cli.output import echo
 from rlgen.errors import EngineError, UsageError
+from rlgen.files import write_text
 from rlgen.recipe import Recipe, load_recipe
 from rlgen.recipe.engines import ServerEngineRecipe, VllmRecipe
 from rlgen.recipe.rules import is_loopback
@@ -23,8 +26,10 @@ if TYPE_CHECKING:
 HOST, PORT = "127.0.0.1", 8000  # defaults
 
 
-def serve_command(path: Path, overrides: list[str], host: str | None, port: int | None) -> None:
+def serve_command(path: Path, overrides: list[str], host: str | None, port: int | None, announce: Path | None) -> None:
     """Serves until it is asked to stop. Raises EngineError if the server did not start, or died."""
+    if announce is not None and not announce.is_dir():
+        raise UsageError(f"--announce: there is no folder {announce}; make it first, for servers end when it is removed")
     recipe = load_recipe(path, overrides).recipe
     settings = server_settings(recipe, host, port)
     if isinstance(recipe.engine, ServerEngineRecipe) and recipe.engine.servers > 1:
@@ -44,7 +49,8 @@ def serve_command(path: Path, overrides: list[str], host: str | None, port: int 
     settings = settings.model_copy(update={"port": claim(settings.host, settings.port or 0)})
     folder = cache_dir() / "servers"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    log, secret = folder / f"{settings.port}.log", folder / f"{settings.port}.token"
+    name = f"{socket.gethostname()}-{settings.port}"  # machines may share this folder
+    log, secret = folder / f"{name}.log", folder / f"{name}.token"
     with token_of(settings.token_env, secret) as (token, shown), stoppable():
         log.unlink(missing_ok=True)
         echo(f"starting vLLM on {recipe.model.path}; log: {log}")
@@ -55,7 +61,8 @@ def serve_command(path: Path, overrides: list[str], host: str | None, port: int 
             seconds = wait_all_ready([server], settings.start_timeout)
             sets = (word for override in (*overrides, connection(settings, server.url)) for word in ("--set", override))
             echo(f"ready after {seconds:.0f} s at {server.url}; {shown} {shlex.join(['rlgen', 'train', str(path), *sets])}")
-            watch(server)
+            with announced(announce, address(settings)) as wanted:
+                watch(server, wanted)
         finally:
             server.stop()
 
@@ -100,10 +107,47 @@ def connection(settings: ServerEngineRecipe, url: str) -> str:
     return f'engine={{kind: server, url: "{url}"{"".join(f", {name}: {value}" for name, value in changed.items())}}}'
 
 
-def watch(server: "ServerProcess") -> None:
-    """Waits until the user asks to stop. Raises EngineError if the server dies."""
+def address(settings: ServerEngineRecipe) -> str:
+    """Returns the URL at which other machines reach the server: by this machine's name if it listens on all addresses."""
+    host = socket.gethostname() if settings.host in ("0.0.0.0", "::") else settings.host
+    return f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
+
+
+@contextmanager
+def announced(folder: Path | None, url: str) -> Iterator[Callable[[], bool]]:
+    """Keeps `url` in a file of its own in `folder` within the block. Yields what says whether the file is still there.
+
+    A file for each server needs no lock, which not every shared file system has.
+    """
+    if folder is None or not folder.is_dir():
+        yield lambda: folder is None
+        return
+    file = folder / urlsplit(url).netloc
+    write_text(file, f"{url}\n")
+
+    def there() -> bool:
+        try:
+            file.stat()
+        except FileNotFoundError:
+            return False
+        except OSError:  # the file system does not answer for a moment
+            return True
+        return True
+
+    try:
+        yield there
+    finally:
+        with suppress(OSError):
+            file.unlink()
+
+
+def watch(server: "ServerProcess", wanted: Callable[[], bool]) -> None:
+    """Waits until the user asks to stop, or it is not wanted any more. Raises EngineError if the server dies."""
     try:
         while server.alive():
+            if not wanted():
+                echo("stopping: the file with its address was removed")
+                return
             time.sleep(0.2)
     except KeyboardInterrupt:
         echo("stopping")

@@ -1,8 +1,9 @@
-"""Finds the servers that there are now: by the list in `engine.url`, by a file that it names, or by a name in DNS."""
+"""Finds the servers that there are now: by the list in `engine.url`, by a file or folder that it names, or by a name in DNS."""
 
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -18,18 +19,30 @@ def is_looked_up(settings: ServerEngineRecipe) -> bool:
 
 
 def addresses(settings: ServerEngineRecipe) -> list[str]:
-    """Returns the servers' URLs. Where they are looked up: none if file or name does not exist (now)."""
+    """Returns the servers' URLs. Where they are looked up: none if file, folder or name does not exist (now)."""
     if not is_looked_up(settings):
         return servers(settings)
     place = urlsplit(str(settings.url))
     try:
         if place.scheme == "file":
-            return Path(place.path).read_text(encoding="utf-8").split()
+            return addresses_in(Path(place.path))
         told = socket.getaddrinfo(place.hostname, place.port, type=socket.SOCK_STREAM)
     except OSError:
         return []
     hosts = sorted({str(address[0]) for *_, address in told})
     return [f"http://{f'[{host}]' if ':' in host else host}:{place.port}" for host in hosts]
+
+
+def addresses_in(path: Path) -> list[str]:
+    """Returns the addresses in a file, or in the files that `rlgen serve --announce` keeps in a folder. Raises OSError."""
+    if not path.is_dir():
+        return path.read_text(encoding="utf-8").split()
+    found: list[str] = []
+    for file in sorted(path.iterdir()):
+        if not file.name.startswith("."):  # as one does that is still being written
+            with suppress(FileNotFoundError):  # its server has just ended
+                found += file.read_text(encoding="utf-8").split()
+    return found
 
 
 def listed_servers(settings: ServerEngineRecipe, token: str) -> list[Server]:
