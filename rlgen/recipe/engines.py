@@ -116,7 +116,7 @@ class ServerEngineRecipe(VllmRecipe):
     """server: vLLM in processes of its own, here or on other machines."""
     url: Text | Annotated[list[Text], Field(min_length=1, max_length=1000)] | None = None
     """Addresses of running servers, started by `rlgen serve`. At each sync rlgen looks up file:///PATH (a file of addresses, or
-    the folder of `rlgen serve --announce`) and dns://NAME:PORT again."""
+    the FOLDER of `rlgen serve --announce FOLDER`) and dns://NAME:PORT again."""
     launch: StrictBool = False
     """Start the servers, restart one that dies, and stop them when the run ends."""
     servers: Annotated[StrictInt, Field(ge=1, le=1000)] = 1
