@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import random
 import shutil
 import signal
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 from helpers.engines import engine_info
 from helpers.samples import request
-from helpers.torchrun import ENVIRONMENT
+from helpers.torchrun import ENVIRONMENT, launch, well
 from helpers.waiting import HANGS, until
 from stand_in_server import completion
 
@@ -28,6 +29,7 @@ from rlgen.engines.launch import claim
 from rlgen.engines.server import ServerEngine
 from rlgen.engines.transfer import FileTransfer
 from rlgen.errors import EngineError, ServerLost
+from rlgen.files import read_json
 from rlgen.recipe.engines import ServerEngineRecipe
 from rlgen.types import Completion, Sampling
 
@@ -40,10 +42,10 @@ FACTS = json.dumps(dataclasses.asdict(engine_info()) | {"shape": {}})
 class StandIn:
     """A server in a process of its own, in a network of its own where the machine allows one."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, apart: bool = True) -> None:
         self.number, self.space, self.host = number, f"rlgen{number}", "127.0.0.1"
         self.away: str | None = None  # what is wrong with it
-        self.own_network = self._network()
+        self.own_network = apart and self._network()
         self.port = claim("127.0.0.1", 0)
         self.start()
 
@@ -102,6 +104,10 @@ class StandIn:
         elif how is not None:
             self.server().call("POST", "/slow", {"seconds": 0.0})
 
+    @staticmethod
+    def kill(pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -131,9 +137,13 @@ def said() -> list[str]:
     return []
 
 
-def engine_on(fleet: Sequence[StandIn], said: list[str], **more: Any) -> ServerEngine:
+def pool_on(fleet: Sequence[StandIn], said: list[str], **more: Any) -> ServerPool:
     settings = {"servers": [one.server() for one in fleet], "processes": {}, "shape": {}, "in_flight": False, "restarts": 1000}
-    return ServerEngine(ServerPool(**settings | {"carrier": FileTransfer(None), "say": said.append, "patience": HANGS} | more))
+    return ServerPool(**settings | {"carrier": FileTransfer(None), "say": said.append, "patience": HANGS} | more)
+
+
+def engine_on(fleet: Sequence[StandIn], said: list[str], **more: Any) -> ServerEngine:
+    return ServerEngine(pool_on(fleet, said, **more))
 
 
 def requests(step: int) -> list[Any]:
@@ -207,6 +217,13 @@ def test_200_steps(fleet: list[StandIn], said: list[str], monkeypatch: pytest.Mo
     done = steps(fleet, said, monkeypatch, 200)
     print(done, len(said))
     assert min(done[kind] for kind in ("killed", "stopped", "slow")) >= 20
+
+
+def test_two_processes_lose_a_server_together(tmp_path: Path) -> None:
+    well(launch(Path(__file__).with_name("fleet_worker.py"), tmp_path))
+    main, other = read_json(tmp_path / "found.json")
+    assert main["counts"] == other["counts"] == [3, 2, 3]
+    assert "2 other servers answer its requests" in main["said"][0] and "takes part from now on" in main["said"][1]
 
 
 def test_completions_of_a_prompt_go_to_one_server(fleet: list[StandIn], said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
