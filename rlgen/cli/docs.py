@@ -49,7 +49,7 @@ def page_text(page: str) -> str:
     if page not in names:
         close = get_close_matches(page[:100], names, n=1, cutoff=0.5)
         hint = f"did you mean `{close[0]}`?" if close else f"there are {', '.join(names)}"
-        raise UsageError(f"there is no page `{page}`; {hint}; `rlgen docs --search {page[:100]}` looks into all pages")
+        raise UsageError(f"there is no page `{page}`; {hint}; `rlgen docs --search {page[:100]}` searches all pages")
     return COMMENT.sub("", (PAGES / f"{page}.md").read_text(encoding="utf-8"))
 
 

@@ -192,12 +192,12 @@ def write(checkpoint: Path, folder: Path, dtype: Literal["float32", "bfloat16"])
         raise CheckpointError(f"{checkpoint} cannot be exported: {error!r}") from error
     written, found = own_tensors(model.float()), own_tensors(again)
     if other := sorted(set(written) ^ set(found)):
-        raise CheckpointError(f"the written model, opened again, has other tensors than before, among them {other[0]}")
+        raise CheckpointError(f"the written model, reopened, has different tensors, such as {other[0]}")
     if other := [name for name, tensor in written.items() if not tensor.equal(found[name])]:
-        raise CheckpointError(f"the written model, opened again, has other values in {other[0]} than before")
+        raise CheckpointError(f"the written model, reopened, has different values in {other[0]}")
     checked_gap("the written model, opened again,", rounded, log_probs(again, ids))
     if load_tokenizer(str(folder), None).get_vocab() != tokenizer.get_vocab():
-        raise CheckpointError("the written tokenizer, opened again, has another vocabulary")
+        raise CheckpointError("the written tokenizer, reopened, has a different vocabulary")
     flush_folder(folder)
     return {
         "step": read_manifest(checkpoint).step,

@@ -26,7 +26,7 @@ TRIES = 3
 PR_SET_PDEATHSIG = 1
 prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 # Why two runs of a recipe may differ.
-IN_FLIGHT = "With engine.in_flight (or rollout.async_steps above 1) the weights change during sampling, when depends on timing."
+IN_FLIGHT = "With engine.in_flight (or rollout.async_steps above 1) the weights change during sampling, at times that vary."
 NOISE = (
     "If a reward or a GPU kernel is not deterministic, undisturbed runs differ too: train two with different --run-dir and"
     " compare them."
@@ -126,8 +126,8 @@ def run_killed(recipe: Path, settings: Sequence[str], steps: int, every: int, fo
             while process.poll() is None and not (answers(journal) and (step <= every or before.exists())):
                 if time.monotonic() - began > patience:
                     raise CheckpointError(
-                        f"--prove-resume: the run to be killed in step {step} of {steps} did not reach it in"
-                        f" {patience:.0f} s, although the undisturbed run ended; see {log}"
+                        f"--prove-resume: the second run did not reach step {step} of {steps}, in which it is killed, within"
+                        f" {patience:.0f} s; see {log}"
                     )
                 time.sleep(POLL)
         if process.returncode == -signal.SIGKILL:

@@ -195,8 +195,8 @@ class Attempts:
         words = " and ".join(one.words() for one in lost or trainers)
         if self.stop.why or self.losses == self.settings.restarts:
             raise ProcessError(
-                f"{words}; cluster.restarts is {self.settings.restarts}. The same command with --resume goes on from the"
-                " newest checkpoint"
+                f"{words}; cluster.restarts is {self.settings.restarts}. To go on from the newest checkpoint, add --resume to"
+                " the command"
             )
         self.losses += 1
         self.say(f"cluster: {words}; starting again from the newest checkpoint")
@@ -266,7 +266,7 @@ class Attempts:
                 raise ProcessError(f"node {one.host} does not see {folder}: set run.dir to a folder that all nodes share")
             if differ := [f"{name} is {there[name]} there and {here[name]} here" for name in here if there[name] != here[name]]:
                 raise ProcessError(
-                    f"node {one.host} is not like this machine: {', '.join(differ)}; install the same on all nodes"
+                    f"node {one.host} differs from this machine: {', '.join(differ)}; make them the same on all nodes"
                 )
 
     @property

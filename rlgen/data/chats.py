@@ -88,7 +88,7 @@ def check_chat_ids(
     """Raises DataError if the tokenizer gives the messages other ids than it gives the text of their template."""
     if tuple(templated(tokenizer, messages, data, tools, tokenize=True)) != tuple(ids):
         raise DataError(
-            f"data.chat: {type(tokenizer).__name__} gives a chat other ids than the text of its template, so the text"
+            f"data.chat: {type(tokenizer).__name__} tokenises a chat differently from its template's text, so the text"
             " would not be what the model sees; take the fast tokenizer of the model"
         )
 

@@ -95,7 +95,7 @@ def with_parts(messages: Sequence[Mapping[str, Any]] | None, count: int, where: 
             parts, count = [{"type": "image"}] * count + parts, 0
         made.append({**message, "content": parts})
     if count:
-        raise DataError(f"{where}: the row has {count} images, but no message of the user that could hold them")
+        raise DataError(f"{where}: the row has {count} images, but no user's message to hold them")
     return made
 
 

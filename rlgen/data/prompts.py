@@ -160,7 +160,7 @@ def refuse(data: DataRecipe, rows: Rows, counts: Mapping[str, int], chats: int, 
     if counts["odd_answer"] > MAX_NO_ANSWER * counts["read"]:
         raise DataError(
             f"data.columns.answer: {rows.source}: `{data.columns.answer}` is {usual[0]} in most rows, but not in"
-            f" {counts['odd_answer']} of {counts['read']}; make them alike, or leave those rows out"
+            f" {counts['odd_answer']} of {counts['read']}; make all answers alike, or remove those rows"
         )
     if data.template_args and counts["used"] and not chats:
         raise DataError("data.template_args: no prompt is a chat, so they do nothing; remove them, or set data.chat")

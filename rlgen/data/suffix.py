@@ -199,7 +199,7 @@ class Suffixes:
         said = end_of_turn(text[: places[0]])
         stops = [(at, -len(token), token) for token in self.ends.values() if (at := text.find(token, said, places[0])) >= 0]
         if said < 0 or not stops:
-            raise Refused(f"no stop token ({', '.join(self.ends.values())}) stands between a turn and what {self.who} answers")
+            raise Refused(f"no stop token ({', '.join(self.ends.values())}) follows a turn before {self.who} answers")
         at, _, end = min(stops)
         alone = self._whole(names, [], kind, ongoing=False)
         own = alone.find(end, max(0, end_of_turn(alone))) >= 0

@@ -35,7 +35,7 @@ from rlgen.recipe.rules import is_loopback
 
 BUCKET_BYTES = 1 << 28  # sent at a time; a larger tensor is sent alone
 TRAINER = "the trainer's side"
-RESTART = "the process group cannot be used any more: restart the servers, which may still wait in it, and then resume the run"
+RESTART = "restart the servers, then resume the run: the process group is broken, and servers may still wait in it"
 NEEDS_GPU = "engine.transfer nccl needs GPUs on both sides; set it to files"
 
 

@@ -151,8 +151,8 @@ def server_plans(needs: EngineNeeds, location: str) -> list[ServerPlan]:
     if settings.servers > 1 and plan.on_gpu and settings.devices is None:
         size = settings.servers * settings.tensor_parallel_size
         raise SetupError(
-            f"engine.servers {settings.servers}: the servers would all use the same GPU; set engine.devices to the numbers of"
-            f" {size} GPUs, such as {list(range(size))}, which are divided among the servers"
+            f"engine.servers {settings.servers}: all servers would use the same GPU; set engine.devices to the numbers of"
+            f" {size} GPUs, such as {list(range(size))}; the servers divide them"
         )
     # Two servers that each have a thread for every core wait for each other: they load weights in 2.6 times the time of one. With
     # `rollout.stream` the trainer works at the same time, on half of the cores, see `setup.train_state.build_groups`.

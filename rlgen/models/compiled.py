@@ -46,8 +46,8 @@ def compile_layers(model: PreTrainedModel) -> None:
         gap = ((other.float() - one.float()).norm() / one.float().norm()).item()
         if not gap <= (BOUND if one.dtype == torch.float32 else BOUND_HALF):
             raise SetupError(
-                f"model.compile: {name} computes other values when compiled: hidden states differ by {gap:.2g} of their"
-                " size; remove it"
+                f"model.compile: {name} gives different results when compiled: the relative error of hidden states is"
+                f" {gap:.2g}; remove it"
             )
 
 

@@ -21,8 +21,8 @@ from rlgen.models.weights import non_finite, own_tensors
 from rlgen.recipe.paths import like
 
 CONVERT = (
-    "convert it once where that does no harm: `AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)` writes"
-    " safetensors"
+    "convert it once where it can do no harm: `AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)`"
+    " writes safetensors"
 )
 
 

@@ -302,8 +302,8 @@ def load_adapter(folder: Path, model: PreTrainedModel, base: str) -> None:
             raise CheckpointError(f"{folder}: {name} has another shape than in the adapter of model.path")
     if (known := adapter_metadata(folder).get("base_sha256")) != base:
         raise CheckpointError(
-            f"{folder} adapts other weights than model.path has now (SHA-256 {known} then, {base} now): name the model, the"
-            " revision and the dtype that the run began with"
+            f"{folder} does not fit the weights of model.path (SHA-256 was {known}, is {base}): set the model, the revision"
+            " and the dtype that the run began with"
         )
     for name, tensor in own.items():
         tensor.copy_(tensors[name])

@@ -151,8 +151,8 @@ def cache_elements(config: PreTrainedConfig) -> int:
     text = config.get_text_config()
     if not getattr(text, "num_hidden_layers", None):
         raise SetupError(
-            f"model.path: {type(config).__name__} does not say how many layers the model has (num_hidden_layers), from which the"
-            " size of vLLM's KV cache follows; set engine.kind to transformers"
+            f"model.path: {type(config).__name__} has no num_hidden_layers, so the size of vLLM's KV cache is unknown;"
+            " set engine.kind to transformers"
         )
     # In some models (Gemma 4) the sizes differ by layer, and only the layers' own configs have them.
     return sum(layer_elements(layer) for layer in getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers)

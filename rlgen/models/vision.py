@@ -145,7 +145,7 @@ class Vision:
         features = model.get_image_features(**{name: tensor.to(ids.device) for name, tensor in joined.items()}).pooler_output
         features = features.reshape(-1, features.shape[-1])
         if len(features) != len(rows):
-            raise SetupError(f"model.path: {len(placed)} images have {len(rows)} places, but {len(features)} embeddings")
+            raise SetupError(f"model.path: {len(placed)} images have {len(rows)} placeholders, but {len(features)} embeddings")
         at = torch.tensor(rows, device=ids.device), torch.tensor(columns, device=ids.device)
         return embedded.index_put(at, features.to(embedded.dtype))
 
@@ -157,8 +157,8 @@ class Vision:
         for (row, image), one in zip(placed, made, strict=True):
             if image.stop - image.start != len(one.ids):
                 raise SetupError(
-                    f"model.path: the processor writes {len(one.ids)} ids for an image, but {image.stop - image.start} are in the"
-                    " prompt: the ids do not follow from its size alone; take another model"
+                    f"model.path: the processor writes {len(one.ids)} ids for an image, but the prompt has"
+                    f" {image.stop - image.start}: they depend on more than the image's size; take another model"
                 )
             first = image.start + (left[row] if left else 0)
             own = [first + place for place, token in enumerate(one.ids) if token == self.token_id]

@@ -33,10 +33,10 @@ def _tools(recipe: Recipe) -> Findings:
         what, hint = f"two tools are called `{labels[index]}`", f"set tools.{index}.name to another name"
         yield Finding(f"tools.{index}", what, hint)
     if recipe.tools and recipe.task is not None and not (recipe.data.chat or recipe.data.system):
-        what = "tools are shown to the model by the chat template, but the prompts of a task are texts"
+        what = "the chat template shows tools to the model, but the prompts of a task are texts"
         yield Finding("tools", what, "set data.chat to true")
     if recipe.tools and recipe.structured_regex is not None:
-        what = "engine.structured_regex restricts each turn to one expression, which calls of tools do not match"
+        what = "engine.structured_regex restricts each turn to a regular expression, but tool calls do not match it"
         yield Finding("engine.structured_regex", what, "remove it, or tools")
 
 
@@ -54,7 +54,7 @@ def _environment(recipe: Recipe) -> Findings:
         yield from (Finding(path, what, "add the section environment, or remove the reward") for path in given)
     else:
         if not any(path.startswith("rewards.") for path in given):
-            what = "environment: no entry of rewards uses its rewards, or its failed conversations"
+            what = "environment: its rewards and failures would be ignored, because no entry of rewards uses them"
             yield Finding("environment", what, "add {use: environment} to rewards; with weight 0 it only measures")
         if recipe.tools:
             what = "environment and tools both answer the turns of the model"
@@ -63,17 +63,17 @@ def _environment(recipe: Recipe) -> Findings:
             what = "environment: the chat template puts observations between turns, but the prompts of a task are texts"
             yield Finding("environment", what, "set data.chat to true")
     if recipe.talks and _parallel(recipe):
-        who = "tools: processes that share an engine would all have to call each tool"
-        who = who if recipe.tools else "environment: processes that share an engine would all have to lead each conversation"
-        what = f"engine.tensor_parallel_size above 1 with {who}"
+        who = "tools: each process that shares the engine would call every tool"
+        who = who if recipe.tools else "environment: each process that shares the engine would lead every conversation"
+        what = f"engine.tensor_parallel_size above 1 does not go with {who}"
         yield Finding("engine.tensor_parallel_size", what, "set it to 1, or engine.kind to server")
 
 
 def _own_rollout(recipe: Recipe) -> Findings:
     """Yields contradictions of `rollout.use`."""
-    differ = "is not called by evaluations, so that their completions would differ in kind"
+    differ = "is not called by evaluations, so they would sample in a different way"
     early = "is called when a step needs its samples, not while another step trains"
-    shared = "would be called by each of the processes that share an engine"
+    shared = "would be called once in each process that shares the engine"
     others = (
         ("tools", bool(recipe.tools), "leads conversations itself, and so do tools"),
         ("environment", recipe.environment is not None, "leads conversations itself, and so does an environment"),

@@ -69,7 +69,7 @@ def _in_engine(recipe: Recipe) -> Iterator[Inert]:
         why = "beside engine.url: that server already runs, with its own setting"
         yield f"engine: {keys} servers host port start_timeout devices", why, "remove it here, and set it for `rlgen serve`"
     if engine.transfer == "nccl":
-        why = "with engine.transfer nccl, which keeps no files and no copy of the weights to recover a server with"
+        why = "with engine.transfer nccl, which keeps neither files nor a copy of the weights"
         yield "engine: transfer_dir restarts", why, "remove it, or set engine.transfer to files"
     if recipe.model.lora is None:
         yield "engine: lora", "without model.lora", REMOVE
@@ -150,7 +150,7 @@ def _in_health(recipe: Recipe) -> Iterator[Inert]:
         why = "with engine.structured_regex: its log-probs are not the policy's"
         yield "health: sampler_delta sampler_kl ess", why, REMOVE
     elif recipe.rollout.async_steps:  # instead, `sentinel.probe_every` samples with current weights
-        why = "with rollout.async_steps: earlier weights sampled, so that a difference is expected"
+        why = "with rollout.async_steps: samples are from earlier weights, so a difference is expected"
         yield "health: sampler_delta sampler_kl", why, REMOVE
     for name, rule in recipe.health:
         if isinstance(rule, HealthRule) and rule.action == "ignore":

@@ -74,10 +74,10 @@ def _sampling(recipe: Recipe) -> Findings:
         if getattr(rollout, name) == all_ids:
             continue
         if isinstance(trainer, PolicyRecipe) and trainer.beta > 0:
-            why = "the reference keeps other ids than the policy, so that trainer.beta would weigh no KL of the two"
+            why = "the reference keeps other ids than the policy, so their KL cannot be computed"
             yield Finding(path, f"{path} does not go with trainer.beta: {why}", f"{remove}, or set trainer.beta to 0")
         if recipe.structured_regex is not None:
-            why = "the trainer knows what this rule keeps, but not what the regular expression does"
+            why = "the trainer does not know which ids the regular expression allows"
             yield Finding(path, f"{path} does not go with engine.structured_regex: {why}", f"{remove}, or the other key")
         if not recipe.rounds_alike:
             why = "an engine that rounds more than the trainer keeps other ids"
@@ -124,13 +124,13 @@ def _async_steps(recipe: Recipe) -> Findings:
         what = f"{path} samples while a step trains, but an engine of kind {engine.kind} cannot do both"
         yield Finding(path, what, "set engine.kind to server, or remove it")
     elif rollout.async_steps > 1 and engine.in_flight is False:
-        what = f"with {path} above 1 some request is always being answered: the weights could never change"
+        what = f"with {path} above 1 requests are always open, so the weights could never change"
         yield Finding("engine.in_flight", what, f"remove it, or set {path} to 1")
     if not recipe.trainer.correction.corrects:
         what = f"{path} trains on samples from earlier weights, but trainer.correction corrects nothing"
         yield Finding(path, what, "set trainer.correction.mode, or remove it")
     if rollout.dynamic_sampling:
-        what = f"rollout.dynamic_sampling waits for a step's rewards, and {path} samples the next step by then"
+        what = f"rollout.dynamic_sampling waits for a step's rewards, but {path} samples the next step before them"
         yield Finding("rollout.dynamic_sampling", what, "remove one of them")
 
 
@@ -153,7 +153,7 @@ def _model(recipe: Recipe) -> Findings:
         differs = ["model.quantization"] if model.quantization else []
         differs += ["engine.dtype"] if engine.dtype not in (None, model.dtype) else []
         for key in differs:
-            what = f"engine.lora adapter: servers merge it into the weights of model.path in model.dtype, not with this {key}"
+            what = f"engine.lora adapter: servers merge it into unquantised weights in model.dtype, but {key} is set"
             yield Finding("engine.lora", what, f"set engine.lora to merged, or remove {key}")
 
 
@@ -166,10 +166,10 @@ def _cluster(recipe: Recipe) -> Findings:
         what = f"processes.count is {count}, but cluster.trainers is {cluster.trainers}"
         yield Finding("processes.count", what, "remove processes.count")
     if cluster.address.startswith("ray://"):
-        what = "cluster.address is that of a Ray client, which passes no output and no Ctrl-C on"
+        what = "cluster.address is that of a Ray client, which forwards neither output nor Ctrl-C"
         yield Finding("cluster.address", what, "start the run on a node of the cluster, with cluster.address auto")
     if isinstance(engine, ServerEngineRecipe) and engine.launch:
-        what = "engine.launch starts servers on the machine of rank 0, which the cluster does not know of"
+        what = "engine.launch starts servers on rank 0's machine, outside the cluster"
         yield Finding("engine.launch", what, "remove engine.launch, and set cluster.servers")
     if cluster.servers and not isinstance(engine, ServerEngineRecipe):
         what = f"cluster.servers is {cluster.servers}, but engine.kind is {engine.kind}"
@@ -215,7 +215,7 @@ def _rewards(rewards: Sequence[RewardRecipe], path: str) -> Findings:
             re.compile(str(reward.args.get("pattern", "")) if reward.use == "regex_match" else "")
         except re.error as error:
             what = f"{path}.{index}.args.pattern must be a regular expression of Python ({error})"
-            yield Finding(f"{path}.{index}.args.pattern", what, "a `\\` before a sign takes it as it is")
+            yield Finding(f"{path}.{index}.args.pattern", what, "write a `\\` before a character to match it literally")
     for index in repeated([reward.label for reward in rewards]):
         what, hint = f"two rewards are called `{rewards[index].label}`", f"set {path}.{index}.name to another name"
         yield Finding(f"{path}.{index}", what, hint)
@@ -290,17 +290,17 @@ def _engine(recipe: Recipe, engine: VllmRecipe) -> Findings:
         what = "engine.gpu_memory_utilization has no effect beside engine.kv_cache_gib"
         yield Finding("engine.gpu_memory_utilization", what, "remove one of them")
     if recipe.structured_regex is not None and (isinstance(trainer, OnlineDPORecipe) or trainer.correction.corrects):
-        what = "engine.structured_regex samples from a part of the vocabulary: the engine's log-probs are not the policy's, and"
+        what = "engine.structured_regex samples from a part of the vocabulary: the engine's log-probs are not the policy's, so"
         hint = "set trainer.correction.mode to none with trainer.kind grpo or rloo, or remove engine.structured_regex"
-        yield Finding("engine.structured_regex", f"{what} trainer.correction would correct nonsense", hint)
+        yield Finding("engine.structured_regex", f"{what} trainer.correction would be wrong", hint)
     for name in sorted(engine.extra):
         path = f"engine.extra.{name}"
         if name.replace("-", "_").startswith("data_parallel"):
             what = f"{path} puts several engines behind one address, but vLLM confirms a weight sync for the first only"
             more = "set engine.servers to their number" if isinstance(engine, ServerEngineRecipe) else "start more processes"
-            yield Finding(path, what, f"{more}: each engine is then given weights, and checked, by itself")
+            yield Finding(path, what, f"{more}: rlgen then syncs and checks each engine")
         elif name.replace("-", "_") in RESERVED_ENGINE_ARGUMENTS:
-            yield Finding(path, f"{path} is set by rlgen, which depends on its value", "remove it")
+            yield Finding(path, f"{path} is set by rlgen itself", "remove it")
         elif not re.fullmatch(r"[a-z][a-z0-9_]*", name):
             yield Finding(path, f"{path} is not an argument of vLLM", "write it as vLLM does in Python: lower_case")
 

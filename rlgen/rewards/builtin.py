@@ -97,7 +97,7 @@ def overlong(completion_ids: Sequence[int], max_completion_tokens: int, buffer: 
     """
     width = round(0.2 * max_completion_tokens) if buffer is None else buffer
     if not 0 <= width <= max_completion_tokens:
-        raise ValueError(f"buffer is {width}; it counts tokens within rollout.max_completion_tokens {max_completion_tokens}")
+        raise ValueError(f"buffer is {width} tokens; set it from 0 to rollout.max_completion_tokens {max_completion_tokens}")
     over = len(completion_ids) - (max_completion_tokens - width)
     if over <= 0:
         return 0.0

@@ -55,7 +55,7 @@ def resolve(entry: RewardRecipe, facts: FunctionFacts, columns: Collection[str])
     if unknown := sorted(set(args) - set(named)) if not takes_all else []:
         raise RewardError(f"{where} has no parameter `{unknown[0]}`; it has {', '.join(named)}")
     if both := sorted(set(args) & given):
-        raise RewardError(f"{where}: `{both[0]}` in args is given by rlgen or a column of the data already; rename it")
+        raise RewardError(f"{where}: `{both[0]}` in args is also the name of a column or of a value from rlgen; rename it")
     required = {name for name, must in named.items() if must}
     if missing := sorted(required - given - set(args)):
         close = get_close_matches(missing[0], given, n=1)

@@ -91,8 +91,8 @@ def check_prompts(requests: Sequence[Request], answers: Sequence[Completion]) ->
         lost, extra = Counter(asked) - Counter(told), Counter(told) - Counter(asked)
         raise SentinelError(
             Fault.MISSING_PROMPT,
-            f"{lost.total()} of {len(asked)} requests have no answer to their prompt and {extra.total()} answers are to prompts"
-            " that were not requested, or not that often: a prompt was dropped, repeated or changed",
+            f"{lost.total()} of {len(asked)} requests have no answer, and {extra.total()} answers belong to no request or to one"
+            " that has its answer already: a prompt was dropped, repeated or changed",
         )
 
 
@@ -169,13 +169,13 @@ def check_turns(place: int, answer: Completion, turns: Sequence[tuple[int, int]]
     if not sampled[-1] or sum(stop - start for start, stop in turns) != sampled.sum():
         raise SentinelError(
             Fault.STALE_ROLLOUTS,
-            f"answer {place} has {len(ids)} ids, and the turns that its spans name overlap or do not reach its end: {turns}",
+            f"answer {place} has {len(ids)} ids, but the spans of its turns overlap or do not reach its end: {turns}",
         )
     check_sampled(place, answer, sampled, "Each id of a turn needs the log-prob it was sampled with; ids between have none")
     for _, stop in turns[:-1]:
         if sampling.regex is None and ids[stop - 1] not in sampling.stop_ids:
             raise SentinelError(
                 Fault.DROPPED_STOP_TOKEN,
-                f"answer {place} goes on after a turn whose last id is {ids[stop - 1]}, which is not a stop token: without its"
-                " stop token the model never learns to end a turn; keep that token when turns are joined",
+                f"answer {place} has a turn that ends with id {ids[stop - 1]}, not with a stop token: keep the stop"
+                " token when turns are joined, because without it the model never learns to end a turn",
             )

@@ -121,7 +121,9 @@ class Handle:
         room = self.max_tokens - len(ask.after)
         tokens = room if ask.max_tokens is None else min(room, ask.max_tokens)
         if tokens < 1:
-            raise ValueError(f"{len(ask.after)} ids in `after` leave no token of rollout.max_completion_tokens {self.max_tokens}")
+            raise ValueError(
+                f"`after` has {len(ask.after)} ids, which leaves no room in rollout.max_completion_tokens {self.max_tokens}"
+            )
         place = ask.prompt, ask.sample
         seed = self._requests[ask.prompt * self.group_size + ask.sample].seed
         request = Request(

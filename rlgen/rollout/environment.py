@@ -107,7 +107,7 @@ class EnvironmentTurns:
         stop, found = int(self.suffixes.tokenizer.eos_token_id), []
         for came in every(rows, self.arena.demonstrate):
             if isinstance(came, Failed):
-                raise ToolError(f"environment: no good first message is known: {came.message}")
+                raise ToolError(f"environment: `demonstrate` gave no first message: {came.message}")
             found.append(
                 ([*self.suffixes.encode(came["said"]), stop], self.suffixes.ids([ENVIRONMENT], [came["text"]], stop).tolist())
             )

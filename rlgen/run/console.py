@@ -180,8 +180,8 @@ def check_progress(progress: Progress) -> None:
     """Raises UsageError if standard output cannot show what `--progress` asks for."""
     if progress == "live" and not takes_live_view(sys.stdout):
         raise UsageError(
-            "--progress live: standard output is neither a terminal that can move its cursor and write UTF-8, nor a notebook with"
-            " ipywidgets; leave the option out, or set it to plain"
+            "--progress live needs a terminal with cursor control and UTF-8, or a notebook with ipywidgets; leave the option out,"
+            " or set it to plain"
         )
 
 

@@ -61,7 +61,7 @@ def check_launch(launch: Launch, count: int | None, environment: Mapping[str, st
             f" GPUs, or with --multi_gpu; {START_ALL.format(n=number)}"
         )
     if count is not None and count != launch.world:
-        how = START_ALL.format(n=count) if count > 1 else "start `rlgen train` alone"
+        how = START_ALL.format(n=count) if count > 1 else "start `rlgen train` without a launcher"
         raise ProcessError(f"processes.count is {count}, but {launch.world} run; {how}, or change it")
 
 

@@ -53,8 +53,7 @@ def contract(probe: Probe) -> Rung:
     if not any(answer.finish_reason == "stop" for answer in answers):
         raise SentinelError(
             Fault.DROPPED_STOP_TOKEN,
-            "ids that had just been sampled were made stop ids, but no completion ended at them: the engine ignores stop ids or"
-            " seeds",
+            "no completion ended, although ids that it must sample were set as stop ids: the engine ignores stop ids or seeds",
         )
     return Rung(number=0, name="contract", verdict=Outcome.OK, sentence="Engine and trainer see the same tokens.")
 
@@ -71,7 +70,7 @@ def compare_tokenizers(theirs: PreTrainedTokenizerBase, ours: PreTrainedTokenize
             raise disagreement(Fault.SPECIAL_TOKENS, name, there, here)
     if bool(ours.chat_template) != bool(theirs.chat_template):
         there, here = bool(theirs.chat_template), bool(ours.chat_template)
-        raise disagreement(Fault.TEMPLATE_MISMATCH, "having a chat template", there, here)
+        raise disagreement(Fault.TEMPLATE_MISMATCH, "whether there is a chat template", there, here)
     if ours.chat_template:
         there, here = (t.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True) for t in (theirs, ours))
         if there != here:
@@ -85,6 +84,6 @@ def compare_tokenizers(theirs: PreTrainedTokenizerBase, ours: PreTrainedTokenize
 def disagreement(fault: Fault, field: str, there: object, here: object) -> SentinelError:
     return SentinelError(
         fault,
-        f"engine and trainer do not see the same tokens: {field} is {there!r} there, {here!r} here; open both from the same"
-        " files with the same settings",
+        f"engine and trainer do not see the same tokens: {field} is {there!r} in the engine, {here!r} in the trainer; open"
+        " both from the same files with the same settings",
     )

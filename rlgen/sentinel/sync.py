@@ -76,7 +76,7 @@ def check_receipt(sent: Mapping[str, str], receipt: SyncReport, version: int, ec
         raise SentinelError(Fault.SWAPPED_TENSORS, sentence, where)
     raise SentinelError(
         Fault.STALE_WEIGHTS if len(other) == len(sent) else Fault.STALE_TENSOR,
-        f"{len(other)} of {len(sent)} tensors arrived with other values, dtypes or shapes than they were sent with, among them"
+        f"{len(other)} of {len(sent)} tensors arrived with changed values, dtypes or shapes, among them"
         f" {', '.join(other[:3])} (sent {sent[other[0]][:40]}, received {got[other[0]][:40]})",
         where,
     )

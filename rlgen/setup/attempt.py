@@ -113,7 +113,7 @@ def load_checked(launch: Launch, path: Path, options: TrainOptions, began: float
     cluster = loaded.recipe.cluster
     if cluster is not None and launch.world > 1:
         raise ProcessError(
-            f"cluster starts {cluster.trainers} processes, and a launcher has started {launch.world}: start `rlgen train` alone"
+            f"a launcher has started {launch.world} processes, but cluster starts its own: start `rlgen train` without a launcher"
         )
     check_launch(launch, None if cluster else loaded.recipe.processes.count, os.environ, parents())
     deadline = deadline_of(loaded.recipe.run.must_save_by, began)

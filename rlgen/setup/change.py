@@ -31,7 +31,7 @@ Gradient = dict[int, Tensor]  # by index of the parameter, on the CPU
 FREE = ("trainer.", "optim.")
 # Why a change of another section is refused.
 FIXED = {
-    "data": "it decides the prompts, but the completions belong to those that were taken",
+    "data": "it decides the prompts, but the recorded completions answer the run's prompts",
     "rewards": "the rewards are those that the run has recorded",
     "scoring": "the rewards are those that the run has recorded",
     "rollout": "it decides what is sampled, and nothing is sampled again",

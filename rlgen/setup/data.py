@@ -137,7 +137,7 @@ def open_placeholder(model: ModelRecipe, column: str | None, location: str) -> P
         return None
     if column is None:
         raise SetupError(
-            f"data.columns.images: model.path {model.path} reads images, but no column of them is named; name it (rows may"
+            f"data.columns.images: model.path {model.path} reads images, but data names no column of images; name it (rows may"
             " leave it empty), or take a text model"
         )
     if not reads_images(config):

@@ -95,7 +95,7 @@ def replay(past: Past, step: int, changed: Recipe | None, say: Say, processes: P
     """
     start = processes.on_main(lambda: start_of(past, step))
     if changed is not None and processes.world > 1 and past.recipe.processes.strategy == "fsdp":
-        raise UsageError("--set: with sharded weights one process must compute a change; start `rlgen replay` without a launcher")
+        raise UsageError("--set needs one process if weights are sharded; start `rlgen replay` without a launcher")
     for notice in start.notices:
         say(notice)
     torch.set_num_threads(past.attempt_of(step).get("threads", torch.get_num_threads()))
@@ -152,7 +152,7 @@ def start_of(past: Past, step: int) -> ChosenCheckpoint:
     if missing := [one for one in range(chosen.step + 1, step + 1) if not is_recorded(past.path, one)]:
         where = f"the checkpoint of step {chosen.step}" if chosen.step else "the start of the run"
         raise UsageError(
-            f"--step {step}: it is computed from {where} on, but the samples of {ranges(missing)} are no longer recorded"
+            f"--step {step}: a replay starts from {where}, but the samples of {ranges(missing)} are no longer recorded"
             f" (rollouts.every, rollouts.keep); steps that can be replayed: {ranges(replayable(past))}"
         )
     return replace(chosen, notices=tuple(notices))
@@ -273,7 +273,7 @@ class Recorder:
         samples = from_rollouts(self.past.path, step, processes.rank)
         if samples is None:
             raise UsageError(
-                f"step {step}: {self.past.path} has no complete rollouts of it, which several processes need; start"
+                f"step {step}: several processes need its complete rollouts, which {self.past.path} lacks; start"
                 " `rlgen replay` without a launcher, or replay a step after a later checkpoint"
             )
         return samples

@@ -296,7 +296,7 @@ def build_stream(
         return None
     processes = both.processes
     if processes.world > 1:
-        raise SetupError("rollout.stream: several processes divide the rows of a step among them; start one, or set it to false")
+        raise SetupError("rollout.stream works in one process only; start one, or set it to false")
     if not both.engine.abilities.elsewhere and processes.device.type == "cuda":
         raise SetupError("rollout.stream: on one GPU engine and trainer would wait for each other; set engine.kind to server")
     return Stream(processes=processes, sampler=sampler, early=early, labels=tuple(weights), groups=groups)

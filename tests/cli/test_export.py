@@ -209,8 +209,8 @@ def other_norm(location: str, *arguments: Any) -> Any:
             lambda layer: base_weight(layer).float(),
             "the merged model is not the policy that was trained",
         ),
-        (load, "load_model", other_norm, r"other values in model\.norm\.weight"),
-        (weights, "base_digest", lambda model: "another", "adapts other weights"),
+        (load, "load_model", other_norm, r"different values in model\.norm\.weight"),
+        (weights, "base_digest", lambda model: "another", "does not fit the weights of model.path"),
     ],
     ids=["a wrong merge", "a written file that differs", "another base than the trained one"],
 )

@@ -115,7 +115,7 @@ ODD = {
         {"prompt": [{"role": "user", "content": [{"type": "audio"}]}], "images": None},
         r"a part of a message must be \{type: text",
     ),
-    "no user": ({"prompt": [{"role": "system", "content": "a"}], "images": "0.png"}, "no message of the user that could"),
+    "no user": ({"prompt": [{"role": "system", "content": "a"}], "images": "0.png"}, "no user's message to hold them"),
 }
 
 

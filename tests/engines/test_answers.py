@@ -92,7 +92,7 @@ IN_AN_ANSWER: dict[str, tuple[Callable[[Answer], None], str]] = {
     "aborted": (choice(finish_reason="abort"), "finish_reason 'abort'"),
     "no reason": (choice(finish_reason=None), "finish_reason None"),
     "ended without a stop token": (choice(token_ids=[7, 8, 8]), "dropped_stop_token.* its last id is 8"),
-    "another prompt": (lambda answer: answer.update(prompt_token_ids=[1, 2]), "missing_prompt.* no answer to their prompt"),
+    "another prompt": (lambda answer: answer.update(prompt_token_ids=[1, 2]), "missing_prompt.* requests have no answer, "),
     "no prompt": (lambda answer: answer.pop("prompt_token_ids"), "missing_prompt"),
     "no choice": (lambda answer: answer.update(choices=[]), "not a completion"),
 }

@@ -349,7 +349,7 @@ def test_a_failed_broadcast_keeps_the_version_and_asks_no_server_more(on_servers
     engine.sync(WEIGHTS.items(), 3)
     group.log.clear()
     servers[0].failing["/update_weights"] = ServerLost("http://one", "died")
-    with pytest.raises(EngineError, match="http://one died; the process group cannot be used any more"):
+    with pytest.raises(EngineError, match="http://one died; restart the servers"):
         engine.sync(WEIGHTS.items(), 4)
     assert engine.weight_version == 3 and not any("resume" in entry for entry in group.log)
 

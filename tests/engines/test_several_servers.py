@@ -117,6 +117,6 @@ def test_servers_of_one_launch_never_meet_at_a_port(tmp_path: Path, monkeypatch:
 
 def test_servers_that_would_share_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(SetupError, match=r"engine\.servers 2: the servers would all use .* 4 GPUs, such as \[0, 1, 2, 3\]"):
+    with pytest.raises(SetupError, match=r"engine\.servers 2: all servers would use .* 4 GPUs, such as \[0, 1, 2, 3\]"):
         server_plans(needs(servers=2, tensor_parallel_size=2), "m")
     assert len(server_plans(needs(servers=1), "m")) == 1 and len(server_plans(needs(servers=2, devices=[0, 1]), "m")) == 2

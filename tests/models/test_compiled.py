@@ -97,5 +97,5 @@ def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
             compile_layers(Policy(tiny_model("qwen3"), torch.float32, True).model)
     with monkeypatch.context() as patch:
         patch.setattr(compiled.torch, "compile", lambda run, dynamic: lambda *args, **kwargs: run(*args, **kwargs) * 1.01)
-        with pytest.raises(SetupError, match="computes other values when compiled"):
+        with pytest.raises(SetupError, match="gives different results when compiled"):
             compile_layers(Policy(tiny_model("qwen3"), torch.float32, True).model)

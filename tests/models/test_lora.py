@@ -201,7 +201,7 @@ def test_peft_opens_a_saved_adapter(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "recipe, words",
     [
-        (SMALL, "adapts other weights than model.path has now"),  # which differ by one number
+        (SMALL, "does not fit the weights of model.path"),  # which differ by one number
         (LoraRecipe(rank=8, alpha=8.0), "model.lora.rank was 4 and is 8"),
         (LoraRecipe(rank=4, alpha=16.0), "model.lora.alpha was 8.0 and is 16.0"),
         (LoraRecipe(rank=4, alpha=8.0, use_rslora=True), "model.lora.use_rslora was False and is True"),

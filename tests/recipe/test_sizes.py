@@ -117,7 +117,7 @@ def test_age_and_changes_of_weights_follow_from_how_far_ahead_is_sampled(
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ([SERVED, "rollout.async_steps=2", "engine.in_flight=false"], "some request is always being answered"),
+        ([SERVED, "rollout.async_steps=2", "engine.in_flight=false"], "requests are always open"),
         (["rollout.async_steps=4"], "samples while a step trains, but an engine of kind colocated cannot do both"),
         ([SERVED, "rollout.async_steps=4", "trainer={kind: grpo, correction: {mode: none}}"], "corrects nothing"),
         ([SERVED, "rollout.async_steps=65"], "rollout.async_steps"),

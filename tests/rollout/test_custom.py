@@ -185,7 +185,7 @@ def test_what_the_engine_did_not_sample_is_refused_with_its_place(engine: Transf
         ("further", "returned sample 0 of prompt 2 1 times"),
         ("no record", "returned a tuple; it must return a list of rlgen.rollout.custom.Rolled"),
         ("raises", "rollout.use mine.py:f raised KeyError: 'x'"),
-        ("asks too much", "24 ids in `after` leave no token of rollout.max_completion_tokens 24"),
+        ("asks too much", "`after` has 24 ids, which leaves no room in rollout.max_completion_tokens 24"),
         ("asks beyond", "names none of the 2 prompts with 3 samples each"),
     ],
 )
@@ -251,7 +251,7 @@ def test_a_run_with_one_that_changes_nothing_is_the_same(tmp_path: Path, capsys:
         ("tools=[{use: 'mine.py:f'}]", "rollout.use leads conversations itself, and so do tools"),
         ("eval={limit: 2}", "rollout.use is not called by evaluations"),
         ("rollout.async_steps=1", "rollout.use is called when a step needs its samples"),
-        ("engine.tensor_parallel_size=2", "rollout.use would be called by each of the processes that share an engine"),
+        ("engine.tensor_parallel_size=2", "rollout.use would be called once in each process that shares the engine"),
         ("rollout.use=mine", "`mine` is not a file.py:function or pkg.mod:function"),
     ],
 )

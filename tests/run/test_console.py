@@ -148,6 +148,6 @@ def test_which_screens_take_the_live_view(monkeypatch: pytest.MonkeyPatch, scree
     if live:
         check_progress("live")
     else:
-        with pytest.raises(UsageError, match="--progress live: standard output is neither a terminal"):
+        with pytest.raises(UsageError, match="--progress live needs a terminal"):
             check_progress("live")
     check_progress("auto")

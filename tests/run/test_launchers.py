@@ -77,7 +77,7 @@ ACCELERATE = ["python", "/venv/bin/accelerate", "launch"]
     ("launch", "count", "environment", "parents", "message"),
     [
         (ONE, 2, {}, [], "processes.count is 2, but 1 run"),
-        (TWO, 1, {}, [], "start `rlgen train` alone"),
+        (TWO, 1, {}, [], "start `rlgen train` without a launcher"),
         (
             ONE,
             None,

@@ -109,7 +109,9 @@ def test_prove_resume_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(prove, "time", clock)
     code = f"import os, time; open({str(pids)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     monkeypatch.setattr(prove, "command", lambda *values: [sys.executable, "-c", code])
-    with pytest.raises(CheckpointError, match=r"killed in step 4 of 4 did not reach it in 3 s, .*; see .*killed_1\.log"):
+    with pytest.raises(
+        CheckpointError, match=r"did not reach step 4 of 4, in which it is killed, within 3 s; see .*killed_1\.log"
+    ):
         prove.run_killed(tmp_path / "recipe.yaml", [], 4, 2, tmp_path, 3.0)
     assert not psutil.pid_exists(int(pids.read_text()))
 

@@ -94,7 +94,7 @@ PLANTED: dict[str, tuple[p.Plant, int, Fault, str, list[str]]] = {
     "flattened": (p.answers(p.flattened), 0, Fault.FLATTENED_COMPLETIONS, "list of tokens", [TRANSFORMERS]),
     "duplicated": (p.answers(p.duplicated), 0, Fault.MISSING_PROMPT, "6 completions were requested and 7", [TRANSFORMERS]),
     "dropped": (p.answers(p.dropped), 0, Fault.MISSING_PROMPT, "6 completions were requested and 5", [TRANSFORMERS]),
-    "replaced": (p.answers(p.replaced), 0, Fault.MISSING_PROMPT, "no answer to their prompt", [TRANSFORMERS]),
+    "replaced": (p.answers(p.replaced), 0, Fault.MISSING_PROMPT, "requests have no answer, ", [TRANSFORMERS]),
     "interleaved": (p.answers(p.interleaved), 0, Fault.COMPLETION_ORDER, "another order", [TRANSFORMERS]),
     "relabelled": (p.answers(p.relabelled), 1, Fault.COMPLETION_ORDER, "prompts that they were not sampled for", [TRANSFORMERS]),
     "log-probs exchanged": (p.answers(p.exchanged_logp), 1, Fault.COMPLETION_ORDER, "of the same length", [TRANSFORMERS]),

@@ -250,7 +250,7 @@ def test_a_step_without_its_samples(copied: Path) -> None:
     (copied / "rollouts" / "step_000003.parquet").unlink()
     with pytest.raises(UsageError) as caught:
         replayed(copied, 4)
-    said = "--step 4: it is computed from the checkpoint of step 2 on, but the samples of step 3 are no longer recorded"
+    said = "--step 4: a replay starts from the checkpoint of step 2, but the samples of step 3 are no longer recorded"
     assert said in str(caught.value) and str(caught.value).endswith("steps that can be replayed: steps 1 to 2, step 5")
     assert replayed(copied, 5).differences == {}
 

@@ -386,7 +386,7 @@ def test_a_run_is_resumed_replayed_and_exported(recipe: Path, tmp_path: Path, ca
     ("change", "text"),
     [
         ("environment=null", "the reward environment adds up the rewards of an environment, but there is none"),
-        ("rewards=[{use: length, args: {target: 6}}]", "environment: no entry of rewards uses its rewards"),
+        ("rewards=[{use: length, args: {target: 6}}]", "environment: its rewards and failures would be ignored"),
         ("tools=[{use: 'world.py:f'}]", "environment and tools both answer the turns of the model"),
         ("data.chat=false", "the prompts of a task are texts; set data.chat to true"),
         ("environment.use=guess_numbr", "did you mean `guess_number`?"),

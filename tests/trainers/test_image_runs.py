@@ -104,7 +104,7 @@ def test_pictures_and_texts_are_trained_on(folder: Path, capsys: pytest.CaptureF
 
 REFUSED = {
     "a model of texts": ("model.path=tiny:qwen3", SetupError, "is a qwen3, which reads no images"),
-    "no column": ("data.columns={prompt: prompt}", SetupError, "reads images, but no column of them is named"),
+    "no column": ("data.columns={prompt: prompt}", SetupError, "reads images, but data names no column of images"),
     "another column": ("data.columns.images=picture", DataError, "did you mean `pictures`"),
 }
 
