@@ -76,13 +76,13 @@ class RewardError(RlgenError):
 
 
 class ToolError(RlgenError):
-    """A tool cannot be found or described to the model. An exception in a call of it goes to the model, and is no error."""
+    """A tool cannot be found or described to the model. If a call raises, the model reads the exception instead."""
 
     exit_code = 5
 
 
 class CodeError(RlgenError):
-    """Code of the user that is neither a reward nor a tool cannot be found, or failed: an algorithm, a callback."""
+    """Your own algorithm or callback cannot be found, or it failed."""
 
     exit_code = 5
 
@@ -171,7 +171,7 @@ class DamagedCheckpoint(CheckpointError):
 
 
 class ProcessError(RlgenError):
-    """The processes that run are not the ones that were asked for."""
+    """The wrong number of processes runs, or the processes cannot work together."""
 
     exit_code = 9
 

@@ -304,7 +304,7 @@ def exit_codes() -> str:
         own = [kind for kind in kinds if kind.exit_code == code]
         rows += [(str(code), f"`{kind.__name__}`", " ".join((kind.__doc__ or "").split("\n\n")[0].split())) for kind in own]
     rows.append((str(RlgenError.exit_code), "", "A bug in rlgen: any other exception. Its traceback is printed."))
-    rows.append(("130", "", "Stopped at once, by a second Ctrl-C or by one that came outside of training."))
+    rows.append(("130", "", "Stopped at once: by a second Ctrl-C, or by any Ctrl-C outside training."))
     return table(["code", "error", "what it means"], sorted(rows, key=lambda row: int(row[0])))
 
 
@@ -322,7 +322,7 @@ def faults() -> str:
             return f"no: {ABSENT[number]}"
         if number in GPU:
             return "no: it needs a GPU"
-        return f"yes, but for this: {PARTLY[number]}" if number in PARTLY else "yes"
+        return f"yes, except with {PARTLY[number]}" if number in PARTLY else "yes"
 
     return table(["#", "fault", "produced by `make faults`"], [(str(n), title, state(n)) for n, title in CASES.items()])
 

@@ -13,10 +13,10 @@ ABSENT = {
 
 # What of a fault is not shown here, though the rest of it is.
 PARTLY = {
-    51: "the engine runs on the CPU",
-    57: "the engine runs on the CPU",
-    58: "the engine runs on the CPU",
-    63: "answers of vLLM on a GPU",
+    51: "an engine on a GPU",
+    57: "an engine on a GPU",
+    58: "an engine on a GPU",
+    63: "vLLM on a GPU",
 }
 
 CASES = {
@@ -103,7 +103,7 @@ CASES = {
     73: "SIGTERM in each phase",
     74: "SIGINT twice",
     75: "one process raises, dies, hangs",
-    76: "processes that take different ways",
+    76: "processes that execute different code",
     77: "a launch inside a launch",
     78: "parent killed",
     79: "launcher restarts",
