@@ -16,7 +16,7 @@ from rlgen.recipe.models import ModelRecipe
 from rlgen.run.console import Terminal, log_to
 from rlgen.run.find import RUNS, find_run, holds_run
 from rlgen.run.launch import Launch
-from rlgen.run.manifest import NAME, read_manifest
+from rlgen.run.manifest import NAME, check_files, read_manifest
 
 if TYPE_CHECKING:
     from rlgen.setup.evaluation import Evaluated
@@ -55,15 +55,22 @@ def evaluate_target(
     if (world := Launch.of(os.environ).world) > 1:
         raise ProcessError(f"{world} processes run, but `rlgen eval` takes one: start it without a launcher")
     target = target_of(recipe, name, step)
-    recipe = recipe.model_copy(update={"model": target.model})
     from rlgen.models.tiny import cache_dir
 
     logs = cache_dir() / "eval"  # kept after the command: error messages name a server's log
     logs.mkdir(parents=True, exist_ok=True)
     log_to(logs / "rlgen.log")  # keeps the libraries' log output out of the terminal
+    from rlgen.models.load import WEIGHT_SHARDS
+    from rlgen.run.whole import whole_checkpoint
     from rlgen.setup.evaluation import evaluate_model
 
-    return target, evaluate_model(recipe, target.adapter, target.step, logs, out, say)
+    location = Path(target.model.path)
+    if (location / WEIGHT_SHARDS).is_dir():
+        check_files(location, hashes=True)
+    with whole_checkpoint(location, logs / f"whole_{os.getpid()}") as folder:
+        model = target.model.model_copy(update={"path": str(folder)})
+        recipe = recipe.model_copy(update={"model": model})
+        return target, evaluate_model(recipe, target.adapter, target.step, logs, out, say)
 
 
 def target_of(recipe: Recipe, name: Path, step: str | None) -> Target:

@@ -48,12 +48,15 @@ def export_command(
     if push_to_hub is not None:
         check_repo(push_to_hub)
     check_files(checkpoint, hashes=True)
+    from rlgen.run.whole import whole_checkpoint
+
     aside = out.with_name(f".writing_{out.name}")
     # Left by an export that was killed; nothing else uses this name.
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir(parents=True)
-        report = write(checkpoint, aside, dtype)
+        with whole_checkpoint(checkpoint, out.with_name(f".whole_{out.name}")) as opened:
+            report = {"step": read_manifest(checkpoint).step, **write(opened, aside, dtype)}
         report["card"] = write_card(checkpoint, aside, dtype)
         aside.rename(out)
     except OSError as error:
@@ -200,7 +203,6 @@ def write(checkpoint: Path, folder: Path, dtype: Literal["float32", "bfloat16"])
         raise CheckpointError("the written tokenizer, reopened, has a different vocabulary")
     flush_folder(folder)
     return {
-        "step": read_manifest(checkpoint).step,
         "adapter": adapter,
         "parameters": sum(parameter.numel() for parameter in again.parameters()),
         "max_delta": gap.max_delta,

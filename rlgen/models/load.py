@@ -20,6 +20,7 @@ from rlgen.models.vision import reads_images
 from rlgen.models.weights import non_finite, own_tensors
 from rlgen.recipe.paths import like
 
+WEIGHT_SHARDS = "state/weights"  # the folder in a checkpoint of sharded weights
 CONVERT = (
     "convert it once where it can do no harm: `AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)`"
     " writes safetensors"
@@ -43,6 +44,8 @@ def locate(path: str) -> str:
         if (Path(path) / "adapter_config.json").is_file():
             hint = "it is an adapter: `rlgen export` merges it into a model"
         raise SetupError(f"model.path: {path} holds no config.json; {hint}")
+    if (Path(path) / WEIGHT_SHARDS).is_dir():
+        raise SetupError(f"model.path: {path} is a checkpoint of shards; `rlgen export` makes a model of them")
     return path
 
 

@@ -2,20 +2,23 @@
 
     config.json, model.safetensors, tokenizer files     the policy, in float32: the weights that are trained
     adapter_config.json, adapter_model.safetensors      instead of the first two, if an adapter is trained
-    state/optimizer.safetensors                         moments and step counts by parameter name; or, with sharded weights,
-    state/optimizer/                                    the same by torch.distributed.checkpoint, one shard per process
+    state/optimizer.safetensors                         moments and step counts by parameter name
+    state/weights/, state/optimizer/                    with sharded weights, instead of model.safetensors and
+                                                        optimizer.safetensors: each process's shards, by
+                                                        torch.distributed.checkpoint
     state/random.safetensors                            random states of the main process
     state/random_1.safetensors                          random states of rank 1, and so on
     state/state.json                                    step, data position, schedule
     manifest.json                                       facts about the model, and the hash of each file; written last
 
-The weights are unsharded in every checkpoint: each weight sync gathers them anyway, and any tool can then open the folder. The
-optimizer's state, twice as large, stays sharded. A checkpoint can be loaded by any number of processes, with or without sharded
-weights, whichever way it was written.
+No process gathers sharded weights to save them: `whole_checkpoint` puts them together later, for tools that open a model. Runs
+of before have the weights unsharded and the optimizer's state in shards. A checkpoint can be loaded by any number of processes,
+with or without sharded weights, whichever way it was written.
 
 The loop stops only while a snapshot is taken: each process copies what it writes to the CPU. A thread then writes the snapshot
 while the loop goes on, one checkpoint at a time. The folder is written under a temporary name, flushed, hashed, and renamed when
-it is complete. Before a run resumes from a checkpoint, every byte is compared with its hash. No file here is a pickle.
+it is complete. Each process hashes what it has written. Before a run resumes from a checkpoint, every byte is compared with its
+hash, by each process a share of the files. No file here is a pickle.
 """
 
 import shutil
@@ -34,13 +37,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from rlgen.errors import CheckpointError
 from rlgen.files import appears, read_json
+from rlgen.models.load import WEIGHT_SHARDS
 from rlgen.models.lora import is_adapted, load_adapter
-from rlgen.models.weights import base_digest, non_finite
+from rlgen.models.weights import base_digest, non_finite, own_tensors
 from rlgen.processes import Processes
 from rlgen.run.checkpoint_folder import CheckpointFolder, ChosenCheckpoint
 from rlgen.run.clock import PhaseClock
-from rlgen.run.manifest import changed_facts, read_manifest
+from rlgen.run.manifest import NAME, changed_facts, check_files, read_manifest
 from rlgen.run.state import (
+    OPTIMIZER_SHARDS,
     Room,
     load_model_weights,
     load_optimizer,
@@ -48,6 +53,7 @@ from rlgen.run.state import (
     model_facts,
     optimizer_tensors,
     random_tensors,
+    read_shards,
     seed_random,
     set_random,
     stored_tensors,
@@ -107,19 +113,33 @@ class Checkpoints:
         return max(self.folder.steps(), default=0)
 
     def choose(self, step: int | None = None) -> ChosenCheckpoint:
-        """Returns the checkpoint to resume from, see `CheckpointFolder.choose`. Call it in the main process only.
+        """Returns the checkpoint to resume from, see `CheckpointFolder.choose`. Each process reads a share of the files.
 
         Deletes unfinished saves first. Raises CheckpointError if it has values that are not finite. That is no damage: whether to
         resume from an older checkpoint is the user's decision.
         """
-        self.folder.sweep()
-        choice = self.folder.choose(step)
-        if choice.path is not None and (name := non_finite(stored_tensors(choice.path))):
-            earlier = ", ".join(str(one) for one in self.folder.steps() if one < choice.step)
-            raise CheckpointError(
-                f"{choice.path}: {name} has values that are not finite: the run had diverged when it was saved; "
-                + (f"resume from an earlier checkpoint with --resume-step: {earlier}" if earlier else "start again with --clean")
-            )
+        processes = self.processes
+        share = processes.rank, processes.world
+
+        def same_bytes(path: Path) -> None:
+            if not processes.is_main:  # to which a network file system may show it earlier
+                appears(path / NAME)
+            check_files(path, True, *share)
+
+        def finite() -> None:
+            if choice.path is not None and (name := non_finite(stored_tensors(choice.path, *share))):
+                earlier = ", ".join(str(one) for one in found if one < choice.step)
+                advice = (
+                    f"resume from an earlier checkpoint with --resume-step: {earlier}" if earlier else "start again with --clean"
+                )
+                raise CheckpointError(
+                    f"{choice.path}: {name} has values that are not finite: the run had diverged when it was saved; {advice}"
+                )
+
+        processes.on_main(self.folder.sweep, keepalive=True)
+        found = processes.on_main(self.folder.steps)
+        choice = self.folder.choose(step, found, lambda path: processes.run_all(partial(same_bytes, path), keepalive=True))
+        processes.run_all(finite, keepalive=True)
         return choice
 
     def save(
@@ -154,7 +174,7 @@ class Checkpoints:
                 schedule=deepcopy(schedule.state_dict()),
                 draws=draws,
                 weights=self._room.weights(model, processes.is_main),
-                moments=self._room.moments(moments, processes.is_main),
+                moments=self._room.copies(moments, processes.is_main),
                 settle=settle,
                 clock=clock,
             )
@@ -230,10 +250,12 @@ def load_checkpoint(
         at = Position(state["step"], state["position"], state.get("nonfinite", 0))
         if is_adapted(model):
             load_adapter(path, model, base or base_digest(model))
+        elif (path / WEIGHT_SHARDS).is_dir():
+            read_shards(path / WEIGHT_SHARDS, own_tensors(model))
         else:
             load_model_weights(path, model)
-        if (path / "state" / "optimizer").is_dir():
-            load_shards(path / "state" / "optimizer", model, optimizer)
+        if (path / OPTIMIZER_SHARDS).is_dir():
+            load_shards(path / OPTIMIZER_SHARDS, model, optimizer)
         else:
             load_optimizer(load_file(path / "state" / "optimizer.safetensors"), model, optimizer)
         schedule.load_state_dict(state["schedule"])

@@ -7,7 +7,9 @@ set_aside/step_000030/   a checkpoint that a run did not resume from: damaged, o
 
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rlgen.errors import CheckpointError, DamagedCheckpoint, UsageError
@@ -62,20 +64,26 @@ class CheckpointFolder:
             return False
         return True
 
-    def choose(self, step: int | None) -> ChosenCheckpoint:
+    def choose(
+        self,
+        step: int | None,
+        found: dict[int, Path] | None = None,
+        check: Callable[[Path], object] | None = None,
+    ) -> ChosenCheckpoint:
         """Returns the newest undamaged checkpoint, or that of `step`, after comparing every byte of it with its SHA-256.
 
+        Several processes pass `found`, the same `steps` to each, and a `check` that compares in all of them.
         Returns `ChosenCheckpoint(step=0, path=None, ...)` if there is no checkpoint at all and `step` is None. Raises UsageError
         if there is none of `step`, and DamagedCheckpoint if that one, or all, are damaged.
         """
-        found = self.steps()
+        found = self.steps() if found is None else found
         if step is not None and step not in found:
             there = ", ".join(map(str, found)) or "none"
             raise UsageError(f"--resume-step {step}: {self.root} has no checkpoint of that step; there are: {there}")
         damaged: list[str] = []
         for number in [step] if step is not None else reversed(found):
             try:
-                check_files(found[number], hashes=True)
+                (check or partial(check_files, hashes=True))(found[number])
             except DamagedCheckpoint as error:
                 damaged.append(str(error))
                 continue

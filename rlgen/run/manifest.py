@@ -50,11 +50,15 @@ class Manifest:
         return sum(file.size for file in self.files.values())
 
 
-def seal(folder: Path, facts: Mapping[str, Any]) -> Manifest:
-    """Flushes every file in `folder`, and writes the manifest. The checkpoint is complete when this returns."""
+def seal(folder: Path, facts: Mapping[str, Any], known: Mapping[str, File] | None = None) -> Manifest:
+    """Flushes every file in `folder`, and writes the manifest. The checkpoint is complete when this returns.
+
+    `known` are files that the processes which wrote them have hashed; this one hashes the rest.
+    """
     flush_folder(folder)
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    manifest = Manifest(**facts, files=hashed(folder, names))
+    files = {**(known or {}), **hashed(folder, [name for name in names if name not in (known or {})])}
+    manifest = Manifest(**facts, files=dict(sorted(files.items())))
     content = asdict(manifest)
     write_json(folder / NAME, {**content, "sha256": manifest_digest(content)})
     flush_to_disk(folder)
@@ -90,11 +94,14 @@ def check_format(folder: Path, found: object) -> None:
         )
 
 
-def check_files(folder: Path, hashes: bool) -> Manifest:
+def check_files(folder: Path, hashes: bool, rank: int = 0, world: int = 1) -> Manifest:
     """Checks that the files of a checkpoint are as they were written, and that its name has its step; returns its manifest.
 
-    Without `hashes` only names and sizes are compared. Raises DamagedCheckpoint with the names of files, or CheckpointError if
-    the checkpoint is of another format.
+    Without `hashes` only names and sizes are compared; of `world` processes, each hashes its share of the files.
+
+    Raises:
+        DamagedCheckpoint: with the names of files.
+        CheckpointError: the checkpoint is of another format.
     """
     manifest = read_manifest(folder)
     files, same = manifest.files, []
@@ -111,7 +118,7 @@ def check_files(folder: Path, hashes: bool) -> Manifest:
                 wrong.append(f"{name} has {size:,} bytes of {files[name].size:,}")
             else:
                 same.append(name)
-        now = hashed(folder, same) if hashes else {}
+        now = hashed(folder, same[rank::world]) if hashes else {}
         wrong += [f"{name} has other bytes than were written" for name in now if now[name].sha256 != files[name].sha256]
     except OSError as error:
         raise DamagedCheckpoint(f"{folder} cannot be read: {error}") from error

@@ -25,10 +25,11 @@ from transformers import PreTrainedModel
 from rlgen.engines.base import model_shape
 from rlgen.errors import CheckpointError
 from rlgen.models.lora import adapter_tensors, config_of, is_adapted
-from rlgen.models.parts import first_copy, part, part_like, part_of_stored, shape_of, whole
-from rlgen.models.weights import gone_through, model_tensors, own_tensors
+from rlgen.models.parts import first_copy, part, part_like, part_of_stored, shape_of
+from rlgen.models.weights import model_tensors, own_tensors
 
 SHARD_FILE = 64 << 20  # bytes
+OPTIMIZER_SHARDS = "state/optimizer"  # the folder in a checkpoint
 
 
 def model_facts(model: PreTrainedModel) -> dict[str, Any]:
@@ -48,9 +49,11 @@ def model_facts(model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yields the place ("FILE, NAME,") and the tensor of everything in the safetensors files under `folder`, one at a time."""
-    for path in sorted(folder.rglob("*.safetensors")):
+def stored_tensors(folder: Path, rank: int = 0, world: int = 1) -> Iterator[tuple[str, Tensor]]:
+    """Yields the place ("FILE, NAME,") and the tensor of everything in the safetensors files under `folder`, one at a time; of
+    `world` processes, each gets its share of the files.
+    """
+    for path in sorted(folder.rglob("*.safetensors"))[rank::world]:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  # no dict
                 yield f"{path.relative_to(folder)}, {name},", file.get_tensor(name)
@@ -122,19 +125,31 @@ def file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {name: dense[number] for name, number in numbers.items()}
 
 
+def read_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Reads what `save_shards` has written into `tensors`: of sharded ones what this process holds now, whoever wrote it."""
+    with warnings.catch_warnings():
+        # Without collectives (no_dist), a damaged file is an error in this process and no hang in the others. torch warns of it.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        sharded.load(tensors, storage_reader=sharded.HuggingFaceStorageReader(str(folder)), no_dist=True)
+
+
+def whole_shards(folder: Path) -> dict[str, Tensor]:
+    """Returns what the processes that called `save_shards` held together, unsharded."""
+    stored: dict[str, Any] = sharded.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in stored.items()}
+    read_shards(folder, tensors)
+    return tensors
+
+
 def load_shards(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Loads what `save_shards` has written. Each process reads the shards that it holds now, whichever process wrote them."""
-    reader = sharded.HuggingFaceStorageReader(str(folder))
-    stored = reader.read_metadata().state_dict_metadata
+    """Loads the optimizer's state from shards of any number of processes."""
+    stored = sharded.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         for key in [key for key in stored if key.startswith(f"{name}/")]:
             scalar = not getattr(stored[key], "size", ())
             tensors[key] = torch.zeros(()) if scalar else torch.zeros_like(parameter, requires_grad=False)
-    with warnings.catch_warnings():
-        # Without collectives (no_dist), a damaged file is an error in this process and no hang in the others. torch warns of it.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        sharded.load(tensors, storage_reader=reader, no_dist=True)
+    read_shards(folder, tensors)
     place_optimizer(tensors, model, optimizer)
 
 
@@ -224,19 +239,13 @@ class Room:
         return held
 
     def weights(self, model: PreTrainedModel, is_main: bool) -> dict[str, Tensor]:
-        """Returns copies of the weights that a checkpoint contains, in the main process; {} in others.
+        """Returns copies of the weights that this process writes, see `copies`."""
+        return self.copies(adapter_tensors(model) if is_adapted(model) else own_tensors(model), is_main)
 
-        Sharded weights are gathered one tensor at a time, a collective in which all processes take part.
-        """
-        trained = adapter_tensors(model) if is_adapted(model) else own_tensors(model)
-        tensors = ((name, whole(tensor)) for name, tensor in trained.items())
-        with gone_through(tensors):
-            return {name: self._copy(name, tensor) for name, tensor in tensors} if is_main else {}
-
-    def moments(self, moments: Mapping[str, Tensor], is_main: bool) -> dict[str, Tensor]:
+    def copies(self, tensors: Mapping[str, Tensor], is_main: bool) -> dict[str, Tensor]:
         """Returns copies of what this process writes: shards that no earlier process holds; whole tensors in the main one."""
 
         def writes(tensor: Tensor) -> bool:
             return first_copy(tensor) if isinstance(tensor, DTensor) else is_main
 
-        return {name: self._copy(name, tensor) for name, tensor in moments.items() if writes(tensor)}
+        return {name: self._copy(name, tensor) for name, tensor in tensors.items() if writes(tensor)}

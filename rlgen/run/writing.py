@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
@@ -23,12 +23,13 @@ from transformers import PreTrainedModel
 import rlgen
 from rlgen.errors import CheckpointError, DivergedError, Fault, SentinelError
 from rlgen.files import appears, flush_to_disk, read_json, unwritable, write_json
+from rlgen.models.load import WEIGHT_SHARDS
 from rlgen.models.lora import is_adapted, save_adapter
 from rlgen.models.weights import base_digest, non_finite
 from rlgen.processes import Processes
 from rlgen.run.clock import PhaseClock
-from rlgen.run.manifest import seal
-from rlgen.run.state import is_sharded, model_facts, save_shards
+from rlgen.run.manifest import File, hashed, seal
+from rlgen.run.state import OPTIMIZER_SHARDS, is_sharded, model_facts, save_shards
 from rlgen.types import Position
 
 if TYPE_CHECKING:
@@ -53,13 +54,13 @@ class Writer:
     at: Position
     schedule: Mapping[str, Any]
     draws: list[dict[str, Tensor]]  # random states by rank
-    weights: dict[str, Tensor]  # unsharded, in the main process; {} in others
-    moments: dict[str, Tensor]  # unsharded, in the main process; or its shards, in each
+    weights: dict[str, Tensor]  # unsharded, in the main process; or its shards, in each
+    moments: dict[str, Tensor]  # the same
     settle: Callable[[], None]  # returns when everything that the checkpoint relies on is on disk
     clock: PhaseClock  # runs since the save began
     taken: float = field(default_factory=time.time)  # when the snapshot was taken
     adapted: bool = field(init=False)  # the weights are those of an adapter
-    sharded: bool = field(init=False)  # each process writes shards of the optimizer's state
+    sharded: bool = field(init=False)  # each process writes shards of the weights and of the optimizer's state
     error: BaseException | None = None
     seconds: float | None = None  # from the start of `clock` to the end of the thread; None: it is running
     leaving: Event = field(default_factory=Event)  # set when the loop has failed: other processes may be gone
@@ -146,7 +147,7 @@ class Writer:
             base = self._checked()
             shards = self._write_files(base)
             for rank in range(1, self.processes.world if self.of_all else 1):
-                shards += self._part_of(rank)
+                shards |= self._part_of(rank)
             self.settle()
             self._goes_on()
             self._complete(shards)
@@ -156,11 +157,18 @@ class Writer:
 
     def _write_for_main(self) -> None:
         self._checked()
-        shards: list[str] = []
         with written_as(self.final):
-            if self.sharded:
-                shards = save_shards(self.moments, self.aside / "state" / "optimizer", self.processes.rank)
-            write_json(self.aside / f"part_{self.processes.rank}.json", shards)
+            shards = self._write_shards()
+            part = {name: asdict(file) for name, file in shards.items()}
+            write_json(self.aside / f"part_{self.processes.rank}.json", part)
+
+    def _write_shards(self) -> dict[str, File]:
+        """Writes the shards of this process, and returns size and hash of each file; {} if nothing is sharded."""
+        names: list[str] = []
+        for folder, tensors in ((WEIGHT_SHARDS, self.weights), (OPTIMIZER_SHARDS, self.moments)) if self.sharded else ():
+            names += [f"{folder}/{name}" for name in save_shards(tensors, self.aside / folder, self.processes.rank)]
+            self._goes_on()
+        return hashed(self.aside, names)
 
     def _checked(self) -> str:
         """Checks that what this process writes is finite, and that the frozen weights under an adapter are unchanged.
@@ -181,18 +189,17 @@ class Writer:
             )
         return self.checkpoints.base or now
 
-    def _write_files(self, base: str) -> list[str]:
-        """Writes the files of the main process, and returns the names of its optimizer shards; [] if the state is not sharded."""
-        state, shards = self.aside / "state", []
+    def _write_files(self, base: str) -> dict[str, File]:
+        """Writes the files of the main process, and returns those that are shards."""
+        state = self.aside / "state"
         with written_as(self.final):
             if self.adapted:
                 save_adapter(self.model, self.weights, self.aside, base)
             else:
-                self.model.save_pretrained(self.aside, state_dict=dict(self.weights))
+                self.model.save_pretrained(self.aside, state_dict={} if self.sharded else dict(self.weights))
             self._goes_on()
-            if self.sharded:
-                shards = save_shards(self.moments, state / "optimizer", 0)
-            else:
+            shards = self._write_shards()
+            if not self.sharded:
                 save_file(self.moments, state / "optimizer.safetensors")
             self._goes_on()
             if self.checkpoints.processor is not None:
@@ -207,8 +214,8 @@ class Writer:
             write_json(state / "state.json", {**progress, "schedule": self.schedule, "nonfinite": at.nonfinite})
         return shards
 
-    def _part_of(self, rank: int) -> list[str]:
-        """Waits until another process has written its part, and returns the names of its shards.
+    def _part_of(self, rank: int) -> dict[str, File]:
+        """Waits until another process has written its part, and returns its shards.
 
         While the loop runs, `Checkpoints.complete` notices a process that fails, and this wait is given up. After the loop has
         failed only this wait does: it ends when the process is gone, or after `processes.timeout` seconds.
@@ -221,14 +228,14 @@ class Writer:
                 if (self.processes.has_gone(rank) and not appears(part)) or time.monotonic() > left:
                     raise CheckpointError(f"{self.final} is not complete: process {rank} has ended before its part was written")
         with written_as(self.final):
-            shards = read_json(part)
+            shards = {name: File(**file) for name, file in read_json(part).items()}
             part.unlink()
-        return list(shards)
+        return shards
 
-    def _complete(self, shards: list[str]) -> None:
+    def _complete(self, shards: dict[str, File]) -> None:
         """Writes the manifest, renames the folder to its final name, and removes the oldest checkpoints."""
         with written_as(self.final):
-            for shard in (self.aside / "state" / "optimizer" / name for name in shards):
+            for shard in (self.aside / name for name in shards):
                 if not appears(shard):  # with a manifest that lacks it, this would count as complete
                     raise CheckpointError(f"{shard} of another process is not visible here; set run.dir to shared storage")
             facts = {
@@ -239,7 +246,7 @@ class Writer:
                 "processes": self.processes.world,
                 "model": model_facts(self.model),
             }
-            seal(self.aside, facts)
+            seal(self.aside, facts, known=shards)
             self._goes_on()
             if self.final.exists():  # it is damaged: a step with a complete checkpoint is not saved again
                 self.checkpoints.folder.set_aside(self.final)

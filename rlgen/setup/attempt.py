@@ -271,7 +271,7 @@ def begin(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it before its first product
     processes = launched or Processes.alone()
     checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep, processes)
-    choice = processes.on_main(lambda: checkpoints.choose(options.resume_step), keepalive=True)
+    choice = checkpoints.choose(options.resume_step)
     attempt = RunContext(
         recipe=recipe,
         directory=directory,

@@ -5,18 +5,15 @@ sharded_opening_worker.py memory OUTPUT SMALL FOLDER BETA  measures the memory o
 sharded_opening_worker.py sync OUTPUT SMALL FOLDER           the same, while it sends the weights of FOLDER in bfloat16
 """
 
-import os
-import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from helpers.anonymous import watched
 from helpers.engines import engine_info
 from helpers.recipes import recipe_for
 from helpers.samples import TEXTS
@@ -35,40 +32,10 @@ from rlgen.sentinel.sync import send_weights
 from rlgen.setup.policy import open_policies
 from rlgen.setup.settings import TrainSettings
 
-# Anonymous memory of a process, without pages of mapped files; read from outside, where its interpreter's lock delays nothing.
-WATCH = """
-import sys, time, threading
-path, most, over = f"/proc/{sys.argv[1]}/status", 0, threading.Event()
-threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
-print("ready", flush=True)
-while not over.wait(0.001):
-    with open(path) as file:
-        most = max(most, next(int(line.split()[1]) for line in file if line.startswith("RssAnon")))
-print(most)
-"""
-
 
 def sharded(folder: str, beta: float = 0.0) -> Recipe:
     trainer = {"kind": "grpo", "beta": beta}
     return recipe_for(folder, engine={"kind": "transformers"}, trainer=trainer, processes={"strategy": "fsdp"})
-
-
-def anonymous() -> int:
-    """Bytes of this process's anonymous memory now."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
-    return int(line.split()[1]) << 10
-
-
-@contextmanager
-def watched(found: dict[str, int]) -> Iterator[None]:
-    """Bytes at the peak of the block, and held after it, beyond those held before."""
-    before = anonymous()
-    words = [sys.executable, "-S", "-c", WATCH, str(os.getpid())]
-    watch = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert watch.stdout is not None and watch.stdout.readline() == "ready\n"
-    yield
-    most, _ = watch.communicate("")
-    found |= {"peak": (int(most) << 10) - before, "held": anonymous() - before}
 
 
 def measured(folder: str, beta: float, processes: Processes) -> dict[str, int]:

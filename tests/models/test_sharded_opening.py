@@ -147,7 +147,7 @@ def test_of_equal_shards_the_first_are_written(
     folder, mesh = str(build_tiny("qwen3")), mesh_of(as_last_of(world), count)
     assert mesh.mesh.tolist() == ([0, 1] if count is None else [[0, 1], [2, 3]])
     shards = dict(build_shards(TrainSettings.of(sharded(folder)), folder, mesh, True, print).model.named_parameters())
-    copied = Room().moments(shards | {"whole": torch.zeros(1)}, is_main=False)
+    copied = Room().copies(shards | {"whole": torch.zeros(1)}, is_main=False)
     assert set(copied) == (set(shards) if writes else set())
 
 

@@ -91,7 +91,7 @@ def test_without_the_shard_of_another_process_nothing_is_sealed(tmp_path: Path, 
     checkpoints = Checkpoints(tmp_path, 1, ALONE)
     save_parts(checkpoints, 1, mine)
 
-    def write(moments: object, folder: Path, rank: int) -> list[str]:
+    def write(tensors: object, folder: Path, rank: int) -> list[str]:
         folder.mkdir()
         (folder / "shard-00001-model.safetensors").touch()
         return ["shard-00001-model.safetensors"]

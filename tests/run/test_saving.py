@@ -38,10 +38,10 @@ class Gate:
         self.waited_in_vain = False
         seal = writing.seal
 
-        def held(folder: Path, facts: Any) -> Any:
+        def held(folder: Path, facts: Any, **known: Any) -> Any:
             self.reached.set()
             self.waited_in_vain |= not self.opened.wait(HANGS)
-            manifest = seal(folder, facts)
+            manifest = seal(folder, facts, **known)
             self.events.append(f"sealed {facts['step']}")
             return manifest
 
@@ -85,7 +85,7 @@ def test_a_writer_that_fails_is_heard_at_the_next_look(tmp_path: Path, monkeypat
     mine, checkpoints = parts(), Checkpoints(tmp_path, 1, Processes.alone())
     save_parts(checkpoints, 1, mine)
 
-    def full(*values: object) -> None:
+    def full(*values: object, **named: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(writing, write, full)
