@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from helpers.anonymous import give_back, watched
 from helpers.recipes import recipe_for
+from helpers.samples import TEXTS
 from helpers.train_state import Parts, parts, position, save_parts
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LinearLR
@@ -59,7 +60,7 @@ def damage(folder: Path, processes: Processes) -> Any:
 def measure(folder: Path, model: str, processes: Processes) -> Any:
     recipe = recipe_for(model, engine={"kind": "transformers"}, processes={"strategy": "fsdp"})
     algorithm = build_algorithm(recipe.trainer)
-    policy = open_policies(TrainSettings.of(recipe), model, algorithm, None, processes, None, ["a"], print).policy
+    policy = open_policies(TrainSettings.of(recipe), model, algorithm, None, processes, None, TEXTS, print).policy
     trained = list(policy.model.parameters())
     optimizer = AdamW(trained, lr=1e-3, fused=True)
     for parameter in trained:

@@ -111,6 +111,9 @@ def test_four_then_three_then_two_then_one_process_learn_what_one_learns(recipe:
         assert read_manifest(tmp_path / "run" / "checkpoints" / f"step_{step:06d}").processes == world
         assert away <= 1e-6
     assert same_rollouts(tmp_path / "run", whole)
+    moved = farthest(weights(whole, 8), weights(whole, 2))
+    print(f"moved by {moved:.1e}")
+    assert moved > 1e-4, "the later steps have learned something"
 
 
 @pytest.fixture(scope="module")
