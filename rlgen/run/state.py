@@ -28,7 +28,7 @@ from rlgen.models.lora import adapter_tensors, config_of, is_adapted
 from rlgen.models.parts import first_copy, part, part_like, part_of_stored, shape_of
 from rlgen.models.weights import model_tensors, own_tensors
 
-SHARD_FILE = 64 << 20  # bytes
+SHARD_FILE = 32 << 20  # bytes
 OPTIMIZER_SHARDS = "state/optimizer"  # the folder in a checkpoint
 
 
@@ -114,7 +114,7 @@ def save_shards(tensors: Mapping[str, Tensor], folder: Path, rank: int) -> list[
 def file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Assigns each tensor a file number from 1, with about `SHARD_FILE` bytes per file.
 
-    torch assembles each file in memory while it holds the GIL, so that large files would stop the loop.
+    torch assembles each file in memory, twice, while it holds the GIL: large files would stop the loop.
     """
     numbers, held = {}, 0
     for name, tensor in tensors.items():

@@ -16,13 +16,14 @@ from rlgen.files import read_json
 from rlgen.models.load import WEIGHT_SHARDS, locate
 from rlgen.models.tiny import ARCHITECTURES, build_tiny
 from rlgen.models.weights import own_tensors
-from rlgen.processes import Processes
+from rlgen.processes import Processes, cores
 from rlgen.run.checkpoint import Checkpoints, load_checkpoint
 from rlgen.run.manifest import check_files, read_manifest
-from rlgen.run.state import SHARD_FILE, save_shards
+from rlgen.run.state import save_shards
 from rlgen.run.whole import whole_checkpoint
 
 __all__ = ["nothing_is_left", "recipe"]
+BUCKET = 64 << 20  # bytes
 
 
 def together(world: int, *words: object) -> None:
@@ -133,6 +134,7 @@ def test_a_save_takes_the_memory_of_the_shards_and_holds_the_loop_shortly(large:
     of_processes = read_json(tmp_path / "measure.json")
     for found in of_processes:
         print({"shards": found["shards"] >> 20}, [{**one, "peak": one["peak"] >> 20} for one in found["saves"]])
-        assert 0.9 * found["shards"] < found["saves"][0]["peak"] <= found["shards"] + 2 * SHARD_FILE
-        assert max(one["peak"] for one in found["saves"][1:]) <= 2 * SHARD_FILE, "the room for the copies is there"
-        assert min(one["held"] / one["took"] for one in found["saves"]) <= 0.05
+        assert 0.9 * found["shards"] < found["saves"][0]["peak"] <= found["shards"] + 2 * BUCKET
+        assert max(one["peak"] for one in found["saves"][1:]) <= 2 * BUCKET, "the room for the copies is there"
+        if world <= cores():  # otherwise they wait for each other, not for the copies
+            assert min(one["held"] / one["took"] for one in found["saves"]) <= 0.05
