@@ -14,6 +14,7 @@ from bisect import bisect_left
 from pathlib import Path
 
 from rlgen.cli.estimate import GIB, memory_report
+from rlgen.models.gpus import USABLE
 from rlgen.recipe import load_recipe
 
 # hidden size, size of the MLP, layers, heads, whether head and embedding are one tensor
@@ -26,7 +27,6 @@ SHAPES = {
     "32B": (5120, 25600, 64, 64, False),
 }
 GPUS = (24, 48, 80, 141)  # GB as sold
-USABLE = 0.93  # GiB of a GB as sold, less what the driver holds
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 RECIPE = """\
 run: {name: fits, steps: 1}

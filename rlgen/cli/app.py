@@ -288,12 +288,24 @@ def call_estimate(
     gpu_gib: Annotated[
         float | None, Option(min=0.1, help="Memory of the GPU in GiB. Default: that of this machine's GPU.")
     ] = None,
+    nodes: Annotated[int | None, Option(min=1, help="Machines. Default: 1, if --gpus is given.")] = None,
+    gpus: Annotated[int | None, Option(min=1, help="GPUs of each machine, with a process each. Default: as the recipe.")] = None,
+    gpu: Annotated[str | None, Option(help="GPU whose published numbers say how fast it is: h100, h200, a100, l40s, …")] = None,
+    like: Annotated[list[Path] | None, Option(metavar="RUN", help="Run that says how fast it is; repeatable.")] = None,
+    tokens_per_second: Annotated[float | None, Option(min=1e-3, help="Tokens that an engine decodes in a second.")] = None,
+    train_flops: Annotated[float | None, Option(min=1.0, help="Operations a second of a process that trains.")] = None,
+    bandwidth: Annotated[float | None, Option(min=1e-6, help="GB a second that a process sends to others.")] = None,
+    mean_tokens: Annotated[float | None, Option(min=1.0, help="Mean length of a completion.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate the GPU memory of each phase and list settings that reduce it. Loads no weights."""
+    """Estimate the memory of each phase and process, list settings that reduce it, and simulate the time of a step. Loads no
+    weights."""
     from rlgen.cli.estimate import estimate_command
+    from rlgen.cli.step_time import Machines
 
-    estimate_command(recipe, overrides or [], gpu_gib, as_json)
+    places, given = (nodes, gpus, gpu), (tokens_per_second, train_flops, bandwidth, mean_tokens)
+    machines = Machines(*places, like or (), *given)
+    estimate_command(recipe, overrides or [], gpu_gib, as_json, machines)
 
 
 @app.command("validate", epilog="Example: rlgen validate recipe.yaml --data 3")

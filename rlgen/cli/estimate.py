@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlgen.cli.output import echo, plain_table
+from rlgen.cli.step_time import Machines, step_time
 from rlgen.cli.validate import can_open
 from rlgen.errors import SetupError
+from rlgen.models.gpus import GPUS, USABLE
 from rlgen.recipe import Recipe, load_recipe
 from rlgen.recipe.engines import EngineRecipe, ServerEngineRecipe, VllmRecipe
 from rlgen.recipe.trainers import PolicyRecipe
@@ -18,12 +20,19 @@ if TYPE_CHECKING:
     from rlgen.models.memory import Counts, MemoryPlan, Parts
 
 GIB = 1 << 30
+NOTHING = Machines()
 NO_CACHE: dict[str, Any] = {"cache_gib": None, "share": None, "tensor_parallel": 1}  # for an engine that uses no share of a GPU
 
 
-def estimate_command(path: Path, overrides: list[str], gpu_gib: float | None, as_json: bool) -> None:
-    """Prints the table, whether it fits, and which settings to change. Counts the prompts if they are on this machine."""
-    recipe = load_recipe(path, overrides).recipe
+def estimate_command(
+    path: Path, overrides: list[str], gpu_gib: float | None, as_json: bool, machines: Machines = NOTHING
+) -> None:
+    """Prints the table, whether it fits, and which settings to change; and the time of a step, if anything says how fast it is.
+
+    Counts the prompts if they are on this machine.
+    """
+    count = [] if machines.processes is None else [f"processes.count={machines.processes}"]
+    recipe = load_recipe(path, [*overrides, *count]).recipe
     import torch
 
     from rlgen.models.load import locate
@@ -34,14 +43,19 @@ def estimate_command(path: Path, overrides: list[str], gpu_gib: float | None, as
 
         recipe = open_data(recipe).recipe
     device = int(gpu_gib * GIB) if gpu_gib else None
+    if device is None and machines.gpu is not None:
+        device = int(GPUS[machines.gpu].memory_gb * USABLE * GIB)
     if device is None and torch.cuda.is_available():
         device = torch.cuda.mem_get_info(0)[1]
-    report = memory_report(recipe, device)
+    report = memory_report(recipe, device, machines)
     echo(json.dumps(report, indent=2)) if as_json else print_report(report)
 
 
-def memory_report(recipe: Recipe, device: int | None) -> dict[str, Any]:
-    """Returns the whole report. All memory is in bytes; `device` is the GPU's memory, None if not known."""
+def memory_report(recipe: Recipe, device: int | None, machines: Machines = NOTHING) -> dict[str, Any]:
+    """Returns the whole report. All memory is in bytes; `device` is the GPU's memory, None if not known.
+
+    The phases are those of rank 0; in a run of several processes no other one needs more.
+    """
     import torch
 
     from rlgen.models.load import load_config, locate
@@ -73,11 +87,13 @@ def memory_report(recipe: Recipe, device: int | None) -> dict[str, Any]:
         "device": device,
         "phases": phases,
         "peak": {"phase": phase, "bytes": most},
+        "processes": {"count": plan.processes, "peak_of_others": peak(needs(counts, replace(plan, first=False)))[1]},
         "fits": None if device is None else most <= device and (plan.engine == "elsewhere" or held >= sequence),
         "servers": launched and {"count": launched.servers, "gpus": list(launched.gpus), "a_gpu": engine_parts(counts, a_gpu)},
         "sequences": {"decoded_together": plan.sequences, "cache_holds": held // max(1, sequence)},
         "hints": [asdict(hint) for hint in found],
         "how": {part: HOW[part] for parts in phases.values() for part in parts},
+        "time": step_time(recipe, machines, counts, plan, packs(recipe, device)) if machines.rated else None,
     }
 
 
@@ -121,13 +137,18 @@ def micro_batch(recipe: Recipe, samples: int, device: int | None) -> tuple[int, 
     share the prompt of their group.
     """
     longest, budget = recipe.max_row_tokens, recipe.optim.micro_batch_tokens
-    kernels = device is None or recipe.model.dtype == "bfloat16"  # as `can_pack`
-    plain = not recipe.model.compile and recipe.model.attention == "sdpa" and recipe.data.columns.images is None
-    if recipe.optim.packing or (recipe.optim.packing is None and kernels and plain):
+    if packs(recipe, device):
         completion = recipe.rollout.max_completion_tokens
         longest = completion + -(-(longest - completion) // recipe.rollout.group_size)
     rows = min(max(1, budget // longest), samples)
     return rows, budget // rows if rows < samples else longest
+
+
+def packs(recipe: Recipe, device: int | None) -> bool:
+    """Returns whether rows are packed, as far as a recipe tells."""
+    kernels = device is None or recipe.model.dtype == "bfloat16"  # as `can_pack`
+    plain = not recipe.model.compile and recipe.model.attention == "sdpa" and recipe.data.columns.images is None
+    return bool(recipe.optim.packing or (recipe.optim.packing is None and kernels and plain))
 
 
 def cache_of(engine: EngineRecipe, device: int | None) -> "dict[str, Any]":
@@ -166,6 +187,8 @@ def conclusions(report: dict[str, Any]) -> list[str]:
     most, phase, device = report["peak"]["bytes"], report["peak"]["phase"], report["device"]
     sequences = report["sequences"]
     lines = [f"peak: {gib(most)} GiB, in phase {phase}"]
+    if (processes := report["processes"])["count"] > 1:
+        lines[0] += f", of the first of {processes['count']} processes; {gib(processes['peak_of_others'])} GiB of each other one"
     if device is None:
         lines.append("no GPU here: pass --gpu-gib N to see whether it fits; the KV cache is counted for all sequences at once")
     else:
@@ -192,6 +215,10 @@ def conclusions(report: dict[str, Any]) -> list[str]:
             f"  --set {hint['setting']:<36} {gib(hint['saves']):>6} ({gib(hint['of_phase'])})  {hint['why']}"
             for hint in report["hints"]
         ]
+    if time := report["time"]:
+        parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in time["phases"].items() if name != "step" and seconds)
+        lines.append(f"a step takes {time['phases']['step']:.3g} s ({parts}), if this holds:")
+        lines += [f"  {sentence}" for sentence in time["assumed"]]
     lines.append("an estimate: parameters and activations are counted, overheads assumed; --json says how each part is known")
     return lines
 

@@ -53,6 +53,7 @@ class MemoryPlan:
     reference: bool
     adapter_rank: int | None  # of LoRA; None: all weights are trained
     processes: int  # number of trainer processes
+    first: bool = True  # of the process of rank 0, which saves what all processes hold; False: of another one
     moment_bytes: int = ADAMW  # of a trained weight
     sharded: bool  # whether weights, gradients and moments are sharded over the processes
     shard: int | None = None  # processes that share the weights among them; None: all
@@ -79,14 +80,16 @@ HOW = {
     "trainer weights": "4 bytes a parameter (counted)",
     "reference": "4 bytes a parameter (counted); none with adapters, which are switched off for it",
     "Adam moments": "8 bytes a trained parameter; 2 with optim.kind adamw_8bit",
-    "copy to save": "without a GPU: weights and moments of trained parameters, from the first checkpoint on",
+    "copy to save": "without a GPU: weights and moments of trained parameters, from the first checkpoint on; processes other than"
+    " the first copy their shards of the moments alone",
     "gradients": "4 bytes a trained parameter",
     "sums of gradients": "8 bytes a trained parameter: what rollout.stream adds up in any order",
-    "buckets to send": "4 bytes a trained parameter: DDP's copy of the gradients",
+    "buckets to send": "4 bytes a trained parameter, after the last backward pass: what sending all gradients takes (assumed)",
     "gathered tensor": "2 x bytes of the trainer's dtype x elements of the largest tensor: a forward pass of eight tokens, which"
     " gathers it through a buffer of its size",
     "whole gradients": "4 bytes a parameter: what processes.defer_sync adds up until the last micro-batch",
-    "gathered layers": "8 bytes a parameter of a layer: one in use and one on its way (assumed)",
+    "gathered layers": "bytes of the trainer's dtype x (elements of the head + matrices of two layers: one in use, one on"
+    " its way)",
     "activations": "what autograd keeps of a micro-batch of rows x length tokens (counted on fake tensors); with gradient"
     " checkpointing what it keeps then, and a layer that is computed again (its share of all layers)",
     "bfloat16 weights": "2 bytes an element of a layer's matrices, which are rounded while it runs; backward as much for their"
@@ -223,7 +226,7 @@ def of_a_parameter(node: Any) -> bool:
 
 
 def needs(counts: Counts, plan: MemoryPlan) -> dict[str, Parts]:
-    """Returns the peak bytes on one device, by phase of a step and by part."""
+    """Returns the peak bytes of one process, by phase of a step and by part."""
     shards = (plan.shard or plan.processes) if plan.sharded else 1
     adapters = counts.sides * (plan.adapter_rank or 0)
     trained = adapters or counts.parameters // shards
@@ -236,25 +239,29 @@ def needs(counts: Counts, plan: MemoryPlan) -> dict[str, Parts]:
     moments = plan.moment_bytes * trained
     base = base | {"Adam moments": moments}
     if plan.device is None:  # no GPU: the copy of a checkpoint, from which a thread writes, is in the same memory
-        base = base | {"copy to save": FLOAT32 * (adapters or counts.parameters) + moments}
+        weights = FLOAT32 * (adapters or counts.parameters) if plan.first else 0
+        base = base | {"copy to save": weights + (moments if plan.first or plan.sharded else 0)}
     if plan.streams:
         base = base | {"sums of gradients": 2 * FLOAT32 * trained}
-    gradients = {"gradients": FLOAT32 * trained}
+    gradients, sent = {"gradients": FLOAT32 * trained}, {}
     added_up = {"whole gradients": FLOAT32 * counts.parameters} if plan.sharded and plan.defer_sync and not adapters else {}
     if plan.sharded:
-        gradients["gathered layers"] = 2 * FLOAT32 * counts.parameters // counts.layers
+        layer = counts.matrices // counts.layers
+        added_up["gathered layers"] = plan.trainer_bytes * (counts.vocabulary * counts.hidden + 2 * layer)
     elif plan.processes > 1:
-        gradients["buckets to send"] = FLOAT32 * trained
+        sent["buckets to send"] = FLOAT32 * trained
     engine = engine_parts(counts, plan)
-    training = base | gradients | ({} if plan.sleeps else engine)
+    # transformers makes its cache anew for each batch
+    stays = {part: size for part, size in engine.items() if part != "KV cache" or plan.engine != "transformers"}
+    training = base | gradients | ({} if plan.sleeps else stays)
     found = {
         "load": load,
         "generate": base | engine,
-        "reference": base | ({} if plan.sleeps else engine) | reference_parts(counts, plan),
+        "reference": base | ({} if plan.sleeps else stays) | reference_parts(counts, plan),
         "forward": training | added_up | forward_parts(counts, plan),
         "backward": training | added_up | backward_parts(counts, plan),
-        "optimizer": training,
-        "sync": base | engine | ({"tensor to load": plan.engine_bytes * counts.largest} if engine else {}),
+        "optimizer": training | sent,
+        "sync": base | stays | ({"tensor to load": plan.engine_bytes * counts.largest} if engine else {}),
     }
     if not plan.reference:
         del found["reference"]

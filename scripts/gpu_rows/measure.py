@@ -9,15 +9,10 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from rlgen.models.gpus import GPUS
+
 # Dense bfloat16 TFLOP/s of the vendor's data sheets, by torch's name of the device.
-VENDOR = {
-    "NVIDIA H200": 989.5,
-    "NVIDIA H100 80GB HBM3": 989.5,
-    "NVIDIA H100 PCIe": 756.5,
-    "NVIDIA A100-SXM4-80GB": 312.0,
-    "NVIDIA A100-SXM4-40GB": 312.0,
-    "NVIDIA L40S": 362.0,
-}
+VENDOR = {name: gpu.tflops for gpu in GPUS.values() for name in gpu.names}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,10 @@ from conftest import RECIPE
 from transformers import CONFIG_MAPPING
 
 from rlgen.cli.estimate import conclusions, estimate_command, memory_report, plan_of
-from rlgen.recipe import load_recipe
+from rlgen.cli.step_time import Machines
+from rlgen.errors import RecipeError, UsageError
+from rlgen.metrics import Metric
+from rlgen.recipe import dump_recipe, load_recipe
 
 pytestmark = pytest.mark.usefixtures("counted_once")
 
@@ -111,3 +114,113 @@ def test_launched_servers_are_where_their_gpus_are(recipe: Path) -> None:
     assert "launched servers: 2, on GPUs 1, 2, 3, 4, not in this table: 3.06 GiB on each" in conclusions(there)
     url = report(recipe, "engine={kind: server, url: 'http://a:1'}")
     assert url["servers"] is None and "engine weights" not in url["phases"]["generate"]
+
+
+def timed(recipe: Path, *overrides: str, **machines: Any) -> dict[str, Any]:
+    found = memory_report(load_recipe(recipe, [*SIZES, *overrides]).recipe, 74 * GIB, Machines(**machines))
+    return found["time"]
+
+
+SHARDED = 'processes={"strategy":"fsdp","shard":8}'
+
+
+def test_nodes_and_gpus_share_the_weights(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """64 processes; each eight hold the weights once. Nobody but the recipe's rules refuses what cannot be divided."""
+    estimate_command(recipe, [*SIZES, SHARDED], 80, True, Machines(nodes=8, gpus=8))
+    found = json.loads(capsys.readouterr().out)
+    assert found["processes"]["count"] == 64 and found["time"] is None
+    assert found["phases"]["optimizer"]["Adam moments"] == 8 * (found["parameters"] // 8)
+    assert found["micro_batch"]["rows"] == 4, "256 completions in 64 processes"
+    assert found["processes"]["peak_of_others"] == found["peak"]["bytes"], "on a GPU no checkpoint is copied"
+    with pytest.raises(RecipeError, match=r"processes\.shard 8 does not divide processes\.count 12"):
+        estimate_command(recipe, [*SIZES, SHARDED], 80, True, Machines(nodes=3, gpus=4))
+
+
+def test_the_first_process_needs_more_where_it_copies_a_checkpoint(recipe: Path) -> None:
+    found = report(recipe, "processes.count=2", gib=None)
+    assert found["peak"]["bytes"] - found["processes"]["peak_of_others"] == 12 * found["parameters"]
+    assert "of the first of 2 processes" in conclusions(found)[0]
+
+
+def test_published_numbers_give_a_time(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    estimate_command(recipe, SIZES, None, False, Machines(gpu="h100"))
+    said = capsys.readouterr().out
+    assert (
+        "of 74.40 GiB" in said and "a step takes" in said and "h100: of the published 989.5 TFLOP/s training reaches 30%" in said
+    )
+    assert "completions have 512 tokens in the mean, half of the most (--mean-tokens)" in said
+    found = timed(recipe, gpu="h100", mean_tokens=200)
+    assert found["rates"]["train_token"] == pytest.approx(6 * 596_049_920 / 0.3 / 989.5e12)
+    assert found["rates"]["decode_step"] == pytest.approx(2 * 596_049_920 / 0.6 / 3350e9)
+    assert found["work"]["mean_tokens"] == 200 and found["work"]["slots"] == 256 and found["rates"]["sync"] == 0
+    trained = 256 * 200 + 32 * 512
+    assert found["phases"]["train"] == pytest.approx(found["rates"]["train_token"] * trained, rel=0.05)
+
+
+def test_processes_send_by_nvlink_in_a_node_and_by_the_network_between_nodes(recipe: Path) -> None:
+    recipe_of = 'processes={"strategy":"fsdp","count":16}'
+    near, far = (timed(recipe, recipe_of, gpu="h100", nodes=16 // each, gpus=each) for each in (16, 8))
+    assert far["rates"]["micro_batch"] == pytest.approx(9 * near["rates"]["micro_batch"])  # 450 and 50 GB a second
+    given = timed(recipe, recipe_of, gpu="h100", nodes=2, gpus=8, bandwidth=100.0)
+    assert given["rates"]["micro_batch"] == pytest.approx(8 * 596_049_920 / 100e9)
+
+
+def test_given_rates(recipe: Path) -> None:
+    found = timed(recipe, tokens_per_second=5000.0, train_flops=1e14, mean_tokens=100)
+    assert found["rates"]["decode_step"] == pytest.approx(256 / 5000)
+    assert found["rates"]["train_token"] == pytest.approx(6 * 596_049_920 / 1e14)
+    elsewhere = timed(recipe, "engine={kind: server, url: ['http://a:1', 'http://b:1']}", tokens_per_second=5e3, train_flops=1e14)
+    assert elsewhere["rates"]["sync"] == pytest.approx(2 * 596_049_920 / 50e9)
+
+
+@pytest.mark.parametrize(
+    ("machines", "message"),
+    [
+        ({"gpu": "h1000"}, "--gpu h1000: known are h200, h100"),
+        ({"gpu": "h100", "like": [Path("a")]}, "pass one of them"),
+        ({"tokens_per_second": 1.0}, "go together"),
+        ({"train_flops": 1.0}, "go together"),
+    ],
+)
+def test_options_that_contradict_each_other(machines: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Machines(**machines)
+
+
+def run_like(folder: Path, recipe: Path, *overrides: str, steps: int = 6) -> Path:
+    """A run whose steps took 2 s to sample and 1 s to train; the first one ten times as long."""
+    folder.mkdir()
+    (folder / "resolved.yaml").write_text(dump_recipe(load_recipe(recipe, [*SIZES, *overrides]).recipe))
+    times = {Metric.TIME_GENERATE: 2.0, Metric.TIME_REWARD: 0.256, Metric.TIME_TRAIN: 1.0, Metric.TIME_SYNC: 0.5}
+    times |= {Metric.TIME_STEP: 4.0, Metric.TOKENS_GENERATED: 25600}
+    sizes = {Metric.COMPLETIONS_MEAN_TOKENS: 100.0, Metric.COMPLETIONS_MAX_TOKENS: 400}
+    records = [{**times, **sizes, Metric.STEP: step} for step in range(1, steps + 1)]
+    records[0] |= {key: 10 * value for key, value in times.items()}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def test_rates_of_a_run(recipe: Path, tmp_path: Path) -> None:
+    run = run_like(tmp_path / "run", recipe)
+    same = timed(recipe, like=[run])
+    assert same["phases"]["train"] == pytest.approx(1.0, rel=0.05) and same["phases"]["generate"] == pytest.approx(2.0, rel=0.1)
+    assert same["phases"]["sync"] == 0.5 and same["phases"]["reward"] == pytest.approx(0.256)
+    assert same["phases"]["save"] == pytest.approx(4 - 3.756)
+    twice = timed(recipe, "rollout.prompts_per_step=64", "engine.max_num_seqs=512", like=[run])
+    assert twice["phases"]["train"] == pytest.approx(2.0, rel=0.05)
+    assert twice["phases"]["generate"] == pytest.approx(3.0, rel=0.15), "half of it grows with the sequences"
+    assert any("50% of the sampling grows with the sequences" in sentence for sentence in twice["assumed"])
+
+
+def test_runs_that_are_no_measure(recipe: Path, tmp_path: Path) -> None:
+    short = run_like(tmp_path / "short", recipe, steps=3)
+    with pytest.raises(UsageError, match="it has 2 measured steps after the first one; 3 or more are needed"):
+        timed(recipe, like=[short])
+    other = run_like(tmp_path / "other", recipe, "model.dtype=float32")
+    with pytest.raises(UsageError, match=r"its model\.dtype is float32, and bfloat16 is needed"):
+        timed(recipe, like=[other])
+    ahead = run_like(tmp_path / "ahead", recipe, "rollout.async_steps=1", "engine={kind: server, url: 'http://a:1'}")
+    with pytest.raises(UsageError, match=r"its engine\.kind is server, and colocated is needed"):
+        timed(recipe, like=[ahead])
+    with pytest.raises(UsageError, match=r"its rollout\.async_steps is 1, and 0 is needed"):
+        timed(recipe, "engine={kind: server, url: 'http://a:1'}", like=[ahead])

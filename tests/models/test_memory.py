@@ -248,8 +248,14 @@ CHANGED: dict[str, tuple[dict[str, Any], str, dict[str, int | None]]] = {
     "FSDP": (
         FSDP,
         "optimizer",
-        {"trainer weights": 1000, "Adam moments": 2000, "gradients": 1000, "reference": 1000, "gathered layers": 2 * 4 * 500},
+        {"trainer weights": 1000, "Adam moments": 2000, "gradients": 1000, "reference": 1000, "gathered layers": None},
     ),
+    "FSDP, forward": (FSDP, "forward", {"gathered layers": 2 * (30 * 10 + 2 * 300)}),
+    "FSDP, another process": (FSDP | {"first": False}, "optimizer", {"copy to save": 2000}),
+    "DDP, another process": ({"processes": 4, "first": False}, "optimizer", {"copy to save": 0}),
+    "DDP, backward": ({"processes": 4}, "backward", {"buckets to send": None}),
+    "transformers, to train": ({"engine": "transformers"}, "backward", {"engine weights": 2000, "KV cache": None}),
+    "transformers, to sync": ({"engine": "transformers"}, "sync", {"engine weights": 2000, "KV cache": None}),
     "shards of two": (FSDP | {"shard": 2}, "optimizer", {"Adam moments": 4000}),
     # each process holds the whole adapter
     "FSDP, LoRA": (FSDP | {"adapter_rank": 2}, "optimizer", {"Adam moments": 800, "gradients": 400}),
