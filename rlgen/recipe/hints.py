@@ -1,5 +1,9 @@
 """Holds the answers to keys and values that a recipe does not take, but that other tools or earlier versions do."""
 
+from typing import get_args
+
+from rlgen.recipe.trainers import GRPORecipe
+
 # Keys of earlier versions: "trainer.old": "renamed to `new` in version 0.2.0". None so far. A list index is written `*`.
 RENAMED: dict[str, str] = {}
 
@@ -197,7 +201,7 @@ EXAMPLES = {
     "sinks.*.kind": "kind: wandb",
 }
 
-LOSSES_OF_GRPO = ("dapo", "dr_grpo", "bnpo", "cispo", "gspo", "gspo_token", "sapo", "luspo", "vespo")
+LOSSES_OF_GRPO = [loss for loss in get_args(GRPORecipe.model_fields["loss"].annotation) if loss != "grpo"]
 # Key -> what to write instead -> the values that get this answer.
 OTHER_VALUES = {
     "trainer.kind": {
