@@ -53,7 +53,7 @@ class MemoryPlan:
     reference: bool
     adapter_rank: int | None  # of LoRA; None: all weights are trained
     processes: int  # number of trainer processes
-    first: bool = True  # of the process of rank 0, which saves what all processes hold; False: of another one
+    first: bool = True  # of the process of rank 0, which saves what each process holds whole; False: of another one
     moment_bytes: int = ADAMW  # of a trained weight
     sharded: bool  # whether weights, gradients and moments are sharded over the processes
     shard: int | None = None  # processes that share the weights among them; None: all
@@ -80,8 +80,8 @@ HOW = {
     "trainer weights": "4 bytes a parameter (counted)",
     "reference": "4 bytes a parameter (counted); none with adapters, which are switched off for it",
     "Adam moments": "8 bytes a trained parameter; 2 with optim.kind adamw_8bit",
-    "copy to save": "without a GPU: weights and moments of trained parameters, from the first checkpoint on; processes other than"
-    " the first copy their shards of the moments alone",
+    "copy to save": "without a GPU: weights and moments of trained parameters, from the first checkpoint on; of shards in each"
+    " process, otherwise in the first alone",
     "gradients": "4 bytes a trained parameter",
     "sums of gradients": "8 bytes a trained parameter: what rollout.stream adds up in any order",
     "buckets to send": "4 bytes a trained parameter, after the last backward pass: what sending all gradients takes (assumed)",
@@ -239,8 +239,8 @@ def needs(counts: Counts, plan: MemoryPlan) -> dict[str, Parts]:
     moments = plan.moment_bytes * trained
     base = base | {"Adam moments": moments}
     if plan.device is None:  # no GPU: the copy of a checkpoint, from which a thread writes, is in the same memory
-        weights = FLOAT32 * (adapters or counts.parameters) if plan.first else 0
-        base = base | {"copy to save": weights + (moments if plan.first or plan.sharded else 0)}
+        writes = plan.first or (plan.sharded and not adapters)  # what is whole everywhere, the first process writes
+        base = base | {"copy to save": FLOAT32 * trained + moments if writes else 0}
     if plan.streams:
         base = base | {"sums of gradients": 2 * FLOAT32 * trained}
     gradients, sent = {"gradients": FLOAT32 * trained}, {}

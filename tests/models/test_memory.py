@@ -9,12 +9,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import tiny_model
 from helpers.batches import random_batch
 from helpers.slow import slow_but
 from torch import Tensor
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.profiler import ProfilerActivity, profile
-from transformers import BltConfig, FalconConfig, Gemma4TextConfig, MambaConfig, Qwen3Config, Qwen3NextConfig
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import (
+    AutoModelForCausalLM,
+    BltConfig,
+    FalconConfig,
+    Gemma4TextConfig,
+    MambaConfig,
+    Qwen3Config,
+    Qwen3NextConfig,
+)
 
 from rlgen.engines.base import model_shape
 from rlgen.errors import SetupError
@@ -23,11 +34,16 @@ from rlgen.models.half import compute_as_held
 from rlgen.models.load import load_config
 from rlgen.models.memory import FLOAT32, GIB, Counts, MemoryPlan, cache_elements, hints, needs
 from rlgen.models.policy import Policy
+from rlgen.models.sharding import mesh_of
+from rlgen.models.sharding import shard as shard_policy
 from rlgen.models.tiny import build_tiny
+from rlgen.processes import Processes
 from rlgen.setup.policy import checkpoint_activations
 from rlgen.types import WHOLE, MicroBatch
 
 ROWS, PROMPT, LENGTH = 4, 32, 128
+TRACKED: dict[str, Any] = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8}
+TRACKED |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": True}
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -172,6 +188,36 @@ def allocated(run: Callable[[], Any]) -> tuple[int, int]:
     return max(0, *held_then), held_then[-1]
 
 
+@pytest.mark.parametrize("shard", [None, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rank_of_many_needs_what_torchs_own_tracker_counts(dtype: torch.dtype, shard: int | None) -> None:
+    """Of rank 0 among eight processes that do not exist: backward, with moments, and without gradients of earlier passes."""
+    rows, length, config = 2, 128, Qwen3Config(**TRACKED)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        group = Processes(rank=0, world=8, device=torch.device("cpu"), timeout=1, group=None, store=None)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        policy, batch = Policy(model, dtype, True), batch_of(rows, 1, length)
+        shard_policy(policy, mesh_of(group, shard))
+        tracker = FSDPMemTracker(policy, torch.optim.AdamW(policy.parameters(), foreach=False))
+        with tracker:
+            for _ in range(2):
+                tracker.reset_mod_stats()
+                policy(batch, (WHOLE,)).logp.sum().backward()
+                tracker._optm.step()
+                tracker._optm.zero_grad()
+        (found,) = tracker.get_tracker_snapshot("peak").values()
+    finally:
+        dist.destroy_process_group()
+    counts = memory.count(config, rows, length, dtype, "sdpa")
+    sizes = {"rows": rows, "length": length, "trainer_bytes": dtype.itemsize, "processes": 8, "shard": shard}
+    plan = replace(PLAN, **sizes, sharded=True, engine="elsewhere", device=80 * GIB)
+    parts = needs(counts, plan)["backward"]
+    estimated = sum(size for part, size in parts.items() if part not in ("overhead", "gradients"))
+    print(dtype, shard, estimated / found["Total"])
+    assert 0.95 * found["Total"] <= estimated <= 1.15 * found["Total"]
+
+
 # --- arithmetic, by hand -------------------------------------------------------------------------------------------------
 
 COUNTS = Counts(
@@ -251,7 +297,8 @@ CHANGED: dict[str, tuple[dict[str, Any], str, dict[str, int | None]]] = {
         {"trainer weights": 1000, "Adam moments": 2000, "gradients": 1000, "reference": 1000, "gathered layers": None},
     ),
     "FSDP, forward": (FSDP, "forward", {"gathered layers": 2 * (30 * 10 + 2 * 300)}),
-    "FSDP, another process": (FSDP | {"first": False}, "optimizer", {"copy to save": 2000}),
+    "FSDP, another process": (FSDP | {"first": False}, "optimizer", {"copy to save": 1000 + 2000}),
+    "adapters, another process": (FSDP | {"first": False, "adapter_rank": 2}, "optimizer", {"copy to save": 0}),
     "DDP, another process": ({"processes": 4, "first": False}, "optimizer", {"copy to save": 0}),
     "DDP, backward": ({"processes": 4}, "backward", {"buckets to send": None}),
     "transformers, to train": ({"engine": "transformers"}, "backward", {"engine weights": 2000, "KV cache": None}),
