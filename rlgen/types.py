@@ -26,6 +26,7 @@ FinishReason = Literal["stop", "length"]
 ENVIRONMENT = "environment"  # the role of a message that comes after the last turn, and that the model never reads
 Ids: TypeAlias = NDArray[np.int32]
 LogProbs: TypeAlias = NDArray[np.float32]
+Experts: TypeAlias = NDArray[np.uint8] | NDArray[np.uint16]  # [L, layers, k] by which the engine computed each token
 
 
 def ids_of(values: Iterable[int]) -> Ids:
@@ -35,6 +36,11 @@ def ids_of(values: Iterable[int]) -> Ids:
 
 def logp_of(values: Iterable[float]) -> LogProbs:
     return np.asarray(values if isinstance(values, np.ndarray | list | tuple) else list(values), dtype=np.float32)
+
+
+def no_experts() -> Experts:
+    """Returns what stands for the experts of tokens that nobody knows: [0, 0, 0]."""
+    return np.zeros((0, 0, 0), dtype=np.uint8)
 
 
 class Record:
@@ -52,6 +58,8 @@ class Record:
 
 def _same(one: Any, other: Any) -> bool:
     """Returns whether two values are equal; NaN, which stands for "not sampled", equals NaN."""
+    if isinstance(one, tuple) and any(isinstance(value, np.ndarray) for value in one):
+        return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, np.ndarray):
         return np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
     return bool(one == other)
@@ -213,6 +221,8 @@ class Completion(Record):
     cached_tokens: int = 0  # prompt tokens that were taken from the prefix cache
     messages: str = ""  # a list in JSON: all turns but the last, and the replies to them; "": there are none
     counts: Mapping[str, int] = field(default_factory=dict)  # of what happened in the replies, by name
+    # Of prompt and completion without the last token, which was never computed, if the engine returns them; else `no_experts`.
+    experts: Experts = field(default_factory=no_experts)
 
     @property
     def weight_version(self) -> int:
@@ -244,6 +254,7 @@ class Sample(Record):
     messages: str = ""  # as of `Completion`; `completion` is the text of the turn after them
     counts: Mapping[str, int] = field(default_factory=dict)  # as of `Completion`
     images: tuple[Image, ...] = ()  # of the prompt
+    experts: Experts = field(default_factory=no_experts)  # as of `Completion`
 
     @property
     def failed(self) -> bool:
@@ -281,6 +292,7 @@ class MicroBatch:
     places: "Tensor"  # [2, N] row and column of each true position of the mask, row by row; known without asking the device
     sampler_logp: "Tensor"  # [B, T] float32
     images: tuple[tuple[Image, ...], ...] = ()  # [B] of each row's prompt; (): no row has any
+    experts: "Tensor | None" = None  # [B, S, layers, k] int16 of each token; -1: not known. None: of no token
 
 
 @dataclass(frozen=True, slots=True)

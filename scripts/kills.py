@@ -60,6 +60,7 @@ ENGINES = {
         "data={source: 'task:colours', chat: true, columns: {images: images}, options: {texts: 0.4}}",
     ],
     "colocated": [],
+    "experts": ["model={path: 'tiny:qwen3_moe', dtype: bfloat16}"],
     "server": [SERVER],
     "stream": ["rollout.stream=true", "rewards=[{use: length, args: {target: 6}}]"],
     "stream-server": [SERVER, "rollout.stream=true", "rewards=[{use: length, args: {target: 6}}]"],

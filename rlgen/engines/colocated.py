@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from rlgen.engines import vllm_compat, vllm_weights
+from rlgen.engines import vllm_compat, vllm_experts, vllm_weights
 from rlgen.engines.base import EngineCapabilities, EngineInfo, Finished, FollowUpQueue, SyncRecorder, SyncReport, Weights
 from rlgen.engines.plan import EnginePlan
 from rlgen.errors import EngineError, RlgenError, SetupError
 from rlgen.heap import collecting_once
 from rlgen.out_of_memory import failure_reason
-from rlgen.types import Completion, Ids, Image, LogProbs, Request, Sampling, ids_of, logp_of, one_span
+from rlgen.types import Completion, Ids, Image, LogProbs, Request, Sampling, ids_of, logp_of, no_experts, one_span
 
 
 class ColocatedEngine:
@@ -31,7 +31,7 @@ class ColocatedEngine:
     def __init__(self, plan: EnginePlan, *, wait: float | None) -> None:
         if plan.sleep and not plan.on_gpu:
             raise SetupError("engine.sleep: the CPU engine cannot sleep; remove this key, which frees memory only on GPUs")
-        arguments = vllm_compat.arguments(plan)
+        arguments = {**vllm_compat.arguments(plan), **vllm_experts.arguments(plan)}
         if wait is not None:
             # vLLM's default executor uses the first GPU in every process, and starts its own processes for tensor parallelism.
             arguments["distributed_executor_backend"] = "external_launcher"
@@ -105,6 +105,12 @@ class ColocatedEngine:
         answer = output.outputs[0]
         if answer.finish_reason not in ("stop", "length"):
             raise EngineError(f"vLLM ended a completion with finish_reason {answer.finish_reason!r}, not stop or length")
+        tokens, experts = len(output.prompt_token_ids) + len(answer.token_ids), no_experts()
+        if self._plan.experts:
+            experts = answer.routed_experts
+            if experts is None or len(experts) != tokens - 1:
+                count = 0 if experts is None else len(experts)
+                raise EngineError(f"vLLM returned the experts of {count} of the {tokens - 1} tokens that it computed")
         return Completion(
             token_ids=ids_of(answer.token_ids),
             logp=logp_of(answer.logprobs.logprobs),
@@ -112,6 +118,7 @@ class ColocatedEngine:
             spans=one_span(len(answer.token_ids), self._version),
             prompt_ids=ids_of(output.prompt_token_ids),
             cached_tokens=output.num_cached_tokens or 0,
+            experts=experts,
         )
 
     def prefill_logp(self, rows: Sequence[tuple[Ids, Ids]], images: Sequence[tuple[Image, ...]] = ()) -> list[LogProbs]:

@@ -58,6 +58,7 @@ class EnginePlan:
     vllm: str | None  # installed version; None: not installed
     stops_at_text: bool = False  # whether the tokenizer is loaded, which a `Sampling.stop` needs
     image_token: int | None = None  # id of an image's placeholder; None: prompts have no images
+    experts: bool = False  # whether answers have the experts of their tokens
 
     @classmethod
     def of(cls, needs: EngineNeeds, location: str) -> "EnginePlan":
@@ -88,6 +89,7 @@ class EnginePlan:
             vllm=vllm_version(),
             stops_at_text=bool(needs.rollout.stop),
             image_token=load_config(location, model.revision).image_token_id if needs.images else None,
+            experts=needs.experts,
         )
 
     @property

@@ -273,6 +273,7 @@ def open_llm(vllm: Any, arguments: dict[str, Any]) -> Any:
             return llm(**arguments)
         except Exception as error:  # vLLM does not wrap the errors of its libraries
             said = refusal(error, "the engine's start", what_helps(arguments))
+            said += "; or set model.route_replay to false" if arguments.get("enable_return_routed_experts") else ""
             raise EngineError(f"vLLM {vllm.__version__} did not start on {arguments['model']}: {said}") from error
 
 

@@ -109,8 +109,12 @@ class PackedRows:
 
     def packed(self, padded: Tensor) -> Tensor:
         """Returns ids [1, N] of rows that are padded on the right, [B, S]."""
+        return padded.flatten()[self.flat(padded.shape[1])][None]
+
+    def flat(self, width: int) -> Tensor:
+        """Returns where each token is among rows that are padded to `width` and laid end to end, [N]."""
         rows, places = self.sources
-        return padded.flatten()[self.on_device([rows * padded.shape[1] + places])][None]
+        return self.on_device([rows * width + places])
 
     def places(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Returns where the states are that predict tokens of completions: those at `columns` [n] of `rows` [n].

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from rlgen.models.half import FP8, HALF, compute_in_half, computed_in, round_to
 from rlgen.models.lora import without_adapter
 from rlgen.models.packed_attention import PackedRows
 from rlgen.models.packing import make_packed, packed_states
+from rlgen.models.routing import Routes
 from rlgen.models.vision import Vision, round_pixels
 from rlgen.out_of_memory import is_out_of_memory, one_line
 from rlgen.types import Distribution, MicroBatch
@@ -137,6 +138,7 @@ class Policy(nn.Module):
         self.vision = vision
         self.packed = False
         self.unpacked: str | None = None  # why its rows are padded, though they could be packed here
+        self.routes: Routes | None = None  # of the trained policy, if it computes tokens by the experts that batches have
         if model.device.type != "meta":
             self.check()
         if dtype == HALF:
@@ -147,6 +149,12 @@ class Policy(nn.Module):
     def check(self) -> None:
         """Raises SetupError if the model computes its logits in a way that rlgen does not know."""
         check_head(self.model, self.head)
+
+    def replay_routes(self) -> str | None:
+        """Makes the policy compute tokens by the experts that batches have. Returns None, or why its model cannot do that."""
+        found = Routes.of(self.model)
+        self.routes = None if isinstance(found, str) else found
+        return found if isinstance(found, str) else None
 
     def pack(self, prompts: Sequence[NDArray[np.int32]]) -> str | None:
         """Makes the policy compute the rows of a batch without padding. Returns None, or why its model cannot do that.
@@ -237,8 +245,13 @@ class Policy(nn.Module):
         """Computes the hidden states from which the head predicts the N sampled tokens."""
         with one_sequence_a_row():
             decoder, (rows, columns) = decoder_of(self.model), batch.places
+            experts = None if batch.experts is None else batch.experts.flatten(0, 1)
             if self.packed:
                 packed = PackedRows.of(batch.lengths, batch.prompt_lengths, batch.same_prompt, batch.input_ids.device)
+                experts = None if experts is None else experts[packed.flat(batch.input_ids.shape[1])]
+            if self.routes is not None:
+                self.routes.experts = experts
+            if self.packed:
                 states_NH = packed_states(decoder, batch.input_ids, packed)[packed.places(rows, columns)]
             else:
                 # The logits at a position predict the next id.
@@ -263,5 +276,5 @@ class BasePolicy:
     def __call__(self, batch: MicroBatch, distributions: Sequence[Distribution], entropy: EntropyUse = "none") -> PolicyScores:
         """Computes what `Policy.forward` does. Goes through the policy itself, which gathers its weights if it is sharded."""
         with without_adapter(self.policy.model):
-            scores: PolicyScores = self.policy(batch, distributions, entropy)
+            scores: PolicyScores = self.policy(replace(batch, experts=None), distributions, entropy)
         return scores

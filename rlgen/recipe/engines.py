@@ -215,3 +215,4 @@ class EngineNeeds:
     row_tokens: int  # longest prompt and completion together
     images: bool  # whether prompts have images
     in_flight: bool  # whether weights change under requests that are being answered
+    experts: bool = False  # whether answers have the experts of their tokens (`model.route_replay`)

@@ -70,6 +70,9 @@ class ModelRecipe(Strict):
     """Train low-rank adapters and freeze the model. None: train all weights."""
     quantization: Literal["nf4", "int8"] | None = None
     """Hold the frozen weights under an adapter in 4 or 8 bits (bitsandbytes, GPU only). None: in `dtype`."""
+    route_replay: StrictBool | None = None
+    """Compute each token by the experts that computed it in the engine, of a mixture of experts. None: where the engine returns
+    them; see `rlgen docs sampling`."""
     train_vision: StrictBool = False
     """With data.columns.images: also train the vision tower and the projector. false: train the language model alone."""
 

@@ -59,6 +59,23 @@ def contradictions(recipe: Recipe) -> list[Finding]:
     return found
 
 
+def no_routes(recipe: Recipe) -> str | None:
+    """Returns why the recipe alone rules out that the trainer replays the experts of the engine; None: it does not."""
+    engine = recipe.engine
+    if not isinstance(engine, ColocatedEngineRecipe):
+        return f"an engine of kind {engine.kind} does not return the experts of a token: one of kind colocated does"
+    for key, used in (
+        ("engine.tensor_parallel_size", engine.tensor_parallel_size > 1),
+        ("engine.structured_regex", recipe.structured_regex is not None),
+        ("rollout.use", recipe.rollout.use is not None),
+        ("data.columns.images", recipe.data.columns.images is not None),
+        ("model.compile", recipe.model.compile),
+    ):
+        if used:
+            return f"it does not go with {key}"
+    return None
+
+
 def _sampling(recipe: Recipe) -> Findings:
     """Yields settings of `rollout` with which completions cannot be compared, or log-probs mean something else on each side."""
     rollout, trainer = recipe.rollout, recipe.trainer
@@ -149,6 +166,8 @@ def _model(recipe: Recipe) -> Findings:
         if model.compile and value is not None:
             what = f"model.compile needs whole layers and padded rows, but {key} is {value}"
             yield Finding("model.compile", what, f"remove model.compile, or {key}")
+    if model.route_replay and (why := no_routes(recipe)):
+        yield Finding("model.route_replay", f"model.route_replay: {why}", "remove it: routers then choose by themselves")
     if isinstance(engine, ServerEngineRecipe) and engine.lora == "adapter":
         differs = ["model.quantization"] if model.quantization else []
         differs += ["engine.dtype"] if engine.dtype not in (None, model.dtype) else []

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlgen.losses.inputs import onto
 from rlgen.rollout.samples import Samples
-from rlgen.types import MicroBatch
+from rlgen.types import MicroBatch, Sample
 
 # Fixed cost of a micro-batch, in tokens: one more micro-batch must save more padding than that. For large train batches it is a
 # share of all tokens, so that the number of micro-batches stays bounded. With lengths exponential, log-normal or uniform up
@@ -221,7 +221,18 @@ def collate(samples: Samples, rows: Sequence[int], device: torch.device) -> Micr
         places=onto(torch.from_numpy(np.stack(mask.numpy().nonzero())), device),
         sampler_logp=onto(pad_rows([torch.from_numpy(sample.sampler_logp) for sample in own], 0.0), device),
         images=tuple(sample.images for sample in own) if samples.images else (),
+        experts=onto(experts_of(own, max(map(len, whole))), device) if samples.experts else None,
     )
+
+
+def experts_of(own: Sequence[Sample], width: int) -> Tensor:
+    """Returns the experts of rows of `width` tokens with padding, [B, S, layers, k] int16; -1 where they are not known."""
+    shape = max(sample.experts.shape[1:] for sample in own)
+    experts = np.full((len(own), width, *shape), -1, dtype=np.int16)
+    for row, sample in zip(experts, own, strict=True):
+        if len(sample.experts):
+            row[: len(sample.experts)] = sample.experts
+    return torch.from_numpy(experts)
 
 
 def unpad(padded: Sequence[tuple[Sequence[int], Tensor]], offsets: NDArray[np.int64]) -> Tensor:

@@ -64,8 +64,10 @@ class Conversation:
         return sum(len(turn.token_ids) for turn in self.turns) + sum(map(len, self.replies))
 
     def joined(self, finish_reason: FinishReason) -> Completion:
-        ids, logp, spans, length = [], [], [], 0
+        ids, logp, spans, length, experts = [], [], [], 0, self.turns[0].experts[:0]
         for place, turn in enumerate(self.turns):
+            # What a turn samples sees the cache of the turns before it: tokens keep the experts that computed them first.
+            experts = np.concatenate([experts, turn.experts[len(experts) :]])
             spans += [Span(length + start, length + stop, version) for start, stop, version in turn.spans]
             reply = self.replies[place] if place < len(self.replies) else np.zeros(0, dtype=np.int32)
             ids += [turn.token_ids, reply]
@@ -80,6 +82,7 @@ class Conversation:
             cached_tokens=sum(turn.cached_tokens for turn in self.turns),
             messages=json.dumps(self.messages, default=repr) if self.messages else "",
             counts=dict(self.counts),
+            experts=experts,
         )
 
 

@@ -16,6 +16,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import msgspec
 import numpy as np
 
 from rlgen.files import append_bytes, read_bytes, written
-from rlgen.types import Completion, FinishReason, Ids, Prompt, Sample, Span
+from rlgen.types import Completion, Experts, FinishReason, Ids, Prompt, Sample, Span
 
 MAGIC = b"\xa7rlj"
 FIELDS, SEAL = struct.Struct("<4sII"), struct.Struct("<I")
@@ -45,6 +46,8 @@ class AnswerRecord(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     cached_tokens: int
     messages: str = ""  # of a conversation, as of `Completion`
     counts: dict[str, int] = {}
+    experts: bytes = b""  # uint8 or uint16
+    experts_shape: tuple[int, int, int] = (0, 0, 0)
 
     def completion(self, prompt_ids: Ids) -> Completion:
         """Returns the answer as the engine gave it; `prompt_ids` are not stored and come from the request."""
@@ -57,7 +60,12 @@ class AnswerRecord(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
             cached_tokens=self.cached_tokens,
             messages=self.messages,
             counts=self.counts,
+            experts=self.expert_ids(),
         )
+
+    def expert_ids(self) -> Experts:
+        width = len(self.experts) // max(1, prod(self.experts_shape))
+        return np.frombuffer(self.experts, dtype="<u2" if width == 2 else "u1").reshape(self.experts_shape)
 
 
 class Rewards(msgspec.Struct, frozen=True, array_like=True, tag="rewards"):

@@ -163,6 +163,8 @@ class Journal:
             cached_tokens=int(c.cached_tokens),
             messages=c.messages,
             counts=dict(c.counts),
+            experts=c.experts.tobytes(),
+            experts_shape=c.experts.shape,
         )
         self.append(step, answer)
 
@@ -224,7 +226,8 @@ class Journal:
             samples, stamp = found
             judge, columns = stamp["judge"], {**columns, **stamp["columns"]}
             for sample in samples:
-                yield answer_of(sample, stamp)
+                if not stamp.get("experts"):  # those answers are in the journal alone
+                    yield answer_of(sample, stamp)
                 groups.setdefault(sample.group_id, []).append(sample)
         for group_id, own in groups.items():  # several processes may have trained the samples of a group
             own.sort(key=lambda sample: sample.sample_index)
@@ -307,7 +310,7 @@ class Journal:
             self.closed = True
 
     def keep(self, step: int) -> None:
-        """Keeps the journal files of a step when its rollouts are on disk, because the rollouts lack some of its samples."""
+        """Keeps the journal files of a step when its rollouts are on disk, because they lack some of its samples, or experts."""
         self.kept.add(step)
 
     def stamp(self, rollout: Rollout, sampling: Sampling) -> Stamp:
@@ -319,6 +322,7 @@ class Journal:
             "judge": self.judge,
             "weights": {str(version): self.weights.get(version) for version in versions},
             "kept": rollout.step in self.kept,
+            **({"experts": True} if rollout.samples.experts else {}),
         }
 
     def retire(self, step: int, rollouts: Path) -> None:

@@ -44,12 +44,14 @@ def processes_of(run: Path, step: int) -> int:
 def from_rollouts(run: Path, step: int, rank: int | None = None) -> Samples | None:
     """Returns the samples of a step, ordered by group and by sample; None if its rollouts are missing or damaged.
 
+    None, too, if the step was trained with experts of the engine (`model.route_replay`), which only the journal has.
+
     Args:
         rank: of the process whose samples are returned; None: those of all.
     """
     parts = [read_part(part) for part in parts_of(rollouts_of(run, step))[rank : None if rank is None else rank + 1]]
     found = [part[0] for part in parts if part is not None]
-    if not found or len(found) < len(parts):
+    if not found or len(found) < len(parts) or any(part[1].get("experts") for part in parts if part is not None):
         return None
     samples = Samples.join(found)
     return samples.take(np.lexsort((samples.sample_index, samples.group_id)))

@@ -105,6 +105,7 @@ def sample_of(prompt: Prompt, index: int, seed: int, completion: Completion, tex
         messages=completion.messages,
         counts=completion.counts,
         images=prompt.images,
+        experts=completion.experts,
     )
 
 
@@ -123,6 +124,7 @@ def turns_apart(sample: Sample) -> list[Sample]:
             prompt_ids=before[: first + start],
             completion_ids=sample.completion_ids[start:stop],
             sampler_logp=sample.sampler_logp[start:stop],
+            experts=sample.experts[: first + stop - 1],
             spans=tuple(Span(s.start - start, s.stop - start, s.version) for s in sample.spans if start <= s.start < stop),
         )
         for start, stop in turns_of(sample.spans)

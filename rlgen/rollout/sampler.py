@@ -227,7 +227,10 @@ class Sampler:
         """Builds the groups of a call from the engine's answers and those of the journal, which it checks in the same way."""
         self.check(call, call.to_engine, answers)
         self.check(call, [call.requests[place] for place in call.found], list(call.found.values()))
-        return build_groups(call.prompts, call.requests, call.completions(answers), self.sampling, self.tokenizer)
+        completions = call.completions(answers)
+        if any(len(completion.experts) for completion in completions):
+            self.journal.keep(call.step)  # rollouts have no experts
+        return build_groups(call.prompts, call.requests, completions, self.sampling, self.tokenizer)
 
     def check(self, call: StepCall, requests: Sequence[Request], answers: Sequence[Completion]) -> None:
         """Checks answers to some requests of a call. Raises as `check_answers`."""

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlgen.types import Image, Record, Sample, Span
+from rlgen.types import Experts, Image, Record, Sample, Span, no_experts
 
 # What a row has in the columns of `Samples` that may be empty.
-ABSENT: Mapping[str, Any] = {"reward_errors": {}, "messages": "", "counts": {}, "images": ()}
+ABSENT: Mapping[str, Any] = {"reward_errors": {}, "messages": "", "counts": {}, "images": (), "experts": no_experts()}
 # Columns that `Sample` has under the same name: one integer per row, and one array per row.
 INTEGERS = ("group_id", "sample_index", "seed", "cached_tokens")
 ARRAYS = {"prompt_ids": np.int32, "completion_ids": np.int32, "sampler_logp": np.float32}
@@ -81,6 +81,7 @@ class Samples(Record):
     messages: tuple[str, ...] = ()
     counts: tuple[Mapping[str, int], ...] = ()
     images: tuple[tuple[Image, ...], ...] = ()
+    experts: tuple[Experts, ...] = ()
 
     @classmethod
     def of(cls, samples: Sequence[Sample], labels: Sequence[str] | None = None) -> "Samples":
@@ -95,7 +96,7 @@ class Samples(Record):
         columns: dict[str, Any] = {name: np.array([getattr(one, name) for one in samples], dtype=np.int64) for name in INTEGERS}
         columns |= {name: Ragged.of([getattr(one, name) for one in samples], dtype) for name, dtype in ARRAYS.items()}
         optional = {name: tuple(getattr(one, name) for one in samples) for name in ABSENT}
-        columns |= {name: column if any(column) or name == "reward_errors" else () for name, column in optional.items()}
+        columns |= {name: column if any(map(len, column)) or name == "reward_errors" else () for name, column in optional.items()}
         return cls(
             labels=names,
             spans=Ragged.of(spans, np.int64, (3,)),

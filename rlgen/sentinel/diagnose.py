@@ -22,7 +22,7 @@ from rlgen.processes import Processes
 from rlgen.sentinel.bounds import Bounds, Gap, between, sampler_logp
 from rlgen.sentinel.change import AddedNoise, earlier_head
 from rlgen.sentinel.probe import TrainerSide
-from rlgen.types import WHOLE, Distribution, Sample
+from rlgen.types import WHOLE, Distribution, Sample, no_experts
 
 TEMPERATURES = tuple(step / 20 for step in range(1, 41))  # 0.05 to 2
 FEW = 4  # number of samples that a search through many causes rescores
@@ -164,7 +164,9 @@ def other_prompts(
     prompts = list({sample.prompt_ids.tobytes(): sample.prompt_ids for sample in samples}.values())
     left = []
     for row in worst:
-        scored = trainer.logp([replace(samples[row], prompt_ids=prompt) for prompt in prompts], distribution)
+        scored = trainer.logp(
+            [replace(samples[row], prompt_ids=prompt, experts=no_experts()) for prompt in prompts], distribution
+        )
         left.append(min((logp - reported[row] for logp in scored), key=lambda delta: delta.abs().max().item()))
     return Gap.of(torch.cat(left))
 

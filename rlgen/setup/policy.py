@@ -182,7 +182,9 @@ def build_reference(settings: TrainSettings, policy: Policy) -> Policy | BasePol
     if settings.model.lora is not None:
         return BasePolicy(policy)
     with memory_for("the reference, a copy of the model", settings.memory_advice("load"), SetupError):
-        return copy.deepcopy(policy).requires_grad_(False)
+        reference = copy.deepcopy(policy).requires_grad_(False)
+    reference.routes = None  # another model, which chooses its own experts
+    return reference
 
 
 def same_reference(location: str, weights: str, began_with: str | None) -> None:

@@ -104,6 +104,8 @@ def replay(past: Past, step: int, changed: Recipe | None, say: Say, processes: P
     prompts = processes.gather(list(islice(samples.prompt_ids, TRIED)))
     algorithms = [build_algorithm(one.trainer) for one in (past.recipe, changed) if one is not None]
     state, at = open_at(past, algorithms, start, prompts, processes, say)
+    if samples.experts and (why := state.policy.replay_routes()):
+        raise UsageError(f"step {step} was trained with the experts of the engine, but {why}")
     weights, first_off = {reward.label: reward.weight for reward in past.recipe.rewards}, None
     sampling = sampling_of(past.recipe.rollout, past.recipe.structured_regex, (), None)
     own = build_learning(state, sampling, processes, weights, None)

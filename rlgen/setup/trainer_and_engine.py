@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from rlgen.recipe.models import RolloutRecipe
 from rlgen.sentinel.sync import send_weights
 from rlgen.setup.data import Data
 from rlgen.setup.policy import open_policies
+from rlgen.setup.routes import replays_routes
 from rlgen.setup.settings import TrainSettings
 from rlgen.setup.train_state import TrainState, open_train_state, restore
 from rlgen.types import Position, Sampling
@@ -67,9 +68,10 @@ def open_trainer_and_engine(
     policies = open_policies(settings, data.location, algorithm, checkpoint, processes, began_with, prompts, say)
     if policies.policy.unpacked:
         say(f"optim.packing: off, {cost_of_padding(recipe.rollout, prompts)}: {policies.policy.unpacked}")
+    needs = replace(recipe.engine_needs, experts=replays_routes(recipe, policies.policy, data.location, say))
     say(f"engine: {recipe.engine.starts} …")
     with memory_for("the engine's start", settings.memory_advice("load"), EngineError):
-        engine = build_engine(recipe.engine_needs, data.location, processes, logs, say)
+        engine = build_engine(needs, data.location, processes, logs, say)
     with ExitStack() as undo:
         undo.callback(engine.close)
         state = open_train_state(settings, algorithm, policies)

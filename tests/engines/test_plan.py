@@ -47,6 +47,7 @@ OTHERS: dict[str, Any] = {
     "vllm": "0.31.0",
     "stops_at_text": True,
     "image_token": 261,
+    "experts": True,
 }
 PLAN = replace(plan_of("qwen3"), model="/models/tiny", on_gpu=False, vllm="0.32.0")
 

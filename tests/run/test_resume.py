@@ -106,6 +106,14 @@ def test_killed_between_prompts_with_images(kills: Kills) -> None:
 
 
 @pytest.mark.slow
+def test_killed_with_experts_that_only_the_journal_has(kills: Kills) -> None:
+    """Two steps were trained and written after the checkpoint: their answers come from the journal, with their experts."""
+    resumed(kills, Kill("experts", "before a save", "after:rlgen.run.directory:RunDirectory.write_metrics:1@4"), "experts_killed")
+    log = "".join(path.read_text() for path in (kills.folder / "experts_killed" / "logs").rglob("*.log"))
+    assert "sampled again" not in log and "model.route_replay: off" not in log
+
+
+@pytest.mark.slow
 @pytest.mark.fault(63)
 def test_killed_among_further_prompts_with_an_adapter(kills: Kills, proof: Proof) -> None:
     kill = Kill("adapter", "after the rewards of a second round", "after:rlgen.rollout.journal:Journal.score:2@3")

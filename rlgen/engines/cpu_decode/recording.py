@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 CHANGING = {
     *("_C::onednn_mm", "_C::rms_norm", "_C::fused_add_rms_norm", "_C::rotary_embedding", "_C::silu_and_mul", "_C::gelu_and_mul"),
     *("_C::gelu_tanh_and_mul", "_C::cpu_attn_reshape_and_cache", "_C::cpu_attention_with_kv_cache", "_C::cpu_fused_moe"),
-    *("aten::add_.Tensor", "aten::mul_.Tensor"),
+    *("aten::add_.Tensor", "aten::mul_.Tensor", "aten::copy_"),
 }
 # Kernels that return new tensors, each with its variant that writes into given memory; None: there is none.
 RETURNING = {

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
@@ -21,6 +22,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from rlgen.engines.vllm_compat import HELD
+from rlgen.engines.vllm_experts import KEY as EXPERTS
 
 
 class SteadyRequest(NamedTuple):
@@ -54,6 +56,11 @@ class DecodeScheduler(Scheduler):
     _rows: tuple[SteadyRequest, ...] = ()  # the running requests, if all of them were decoding in the last step
     _step: SchedulerOutput | None = None  # the steady step whose tokens have not arrived yet
     _stretch: Stretch | None = None  # the last steady steps in which no request left
+
+    def __init__(self, *positional: Any, **named: Any) -> None:
+        super().__init__(*positional, **named)
+        if self.vllm_config.additional_config.get(EXPERTS):
+            self.aux_output_connector = AuxOutputSchedulerConnector()
 
     @cached_property
     def _held(self) -> dict[str, Held]:

@@ -9,6 +9,7 @@ Otherwise vLLM's own code runs. `tests/engines/test_decode.py` compares it with 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from vllm import envs
 from vllm._custom_ops import cpu_attn_get_scheduler_metadata
 from vllm.config import CompilationMode
+from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector, get_aux_output_connector
 from vllm.distributed.ec_transfer import has_ec_transfer
 from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.distributed.parallel_state import get_pp_group
@@ -25,6 +27,7 @@ from vllm.forward_context import ForwardContext, get_forward_context, override_f
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata, CPUAttentionMetadataBuilder
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
@@ -33,6 +36,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import ExecuteModelState
 
 from rlgen.engines.cpu_decode.recording import Recording, record
+from rlgen.engines.vllm_experts import KEY as EXPERTS
 
 RECORDED = 2  # the second step that continues another one is recorded; recording takes the time of two steps
 SEEDS = 64  # drawn at a time from the generator of a request
@@ -71,6 +75,7 @@ class DecodeRunner(CPUModelRunner):
     _forward: tuple[ForwardContext, dict[str, Any]] | None = None  # context and arguments of the model's last call
     _recordable: bool = True  # whether the model calls only kernels that can be repeated
     _compared: bool = False  # whether a repeated step gave what the model itself gives
+    _experts: AuxOutputWorkerConnector | None = None  # vLLM's own, which only its runner V2 feeds; None: nobody wants them
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights)
@@ -79,6 +84,27 @@ class DecodeRunner(CPUModelRunner):
         if type(self.sampler) is Sampler:
             self.sampler = DecodeSampler(self.sampler.logprobs_mode, self.sampler.use_fp64_gumbel)
 
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *positional: Any, **named: Any) -> None:
+        super().initialize_kv_cache(kv_cache_config, *positional, **named)
+        if self.vllm_config.additional_config.get(EXPERTS):
+            self._experts = get_aux_output_connector(self.model, self.vllm_config, kv_cache_config)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Samples the tokens of a step. Adds the experts that its forward pass has left, if they are wanted."""
+        state = self.execute_model_state
+        output = super().sample_tokens(grammar_output)
+        if self._experts is None or state is None:
+            return output
+        scheduled = state.scheduler_output.num_scheduled_tokens
+        starts = np.cumsum([0, *(scheduled[name] for name in output.req_ids)])
+        computed = self.input_batch.num_computed_tokens_cpu[: len(output.req_ids)].copy()
+        batch = SimpleNamespace(req_ids=output.req_ids, query_start_loc_np=starts, num_computed_tokens_np=computed)
+        if (pending := self._experts.prepare_output(batch)) is not None:
+            sampled = np.array([len(ids) for ids in output.sampled_token_ids])
+            pending.enqueue_cpu_copy(sampled, np.zeros_like(sampled))
+            output.aux_output_connector_output = pending.process_output()
+        return output
+
     def reload_weights(self, *positional: Any, **named: Any) -> None:
         """Loads other weights, even while requests run. Drops the recording, whose kernels hold the previous weights."""
         self._last = None
@@ -86,6 +112,8 @@ class DecodeRunner(CPUModelRunner):
 
     def execute_model(self, scheduler_output: SchedulerOutput, intermediate_tensors: Any = None) -> Any:
         """Computes the logits of a step, for `sample_tokens`."""
+        if self._experts is not None:
+            self._experts.begin_step(scheduler_output.aux_output_connector_metadata)
         last, self._last = self._last, None
         if last is not None and self._goes_on(last, scheduler_output):
             self._go_on(last, scheduler_output)
