@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rlgen.engines import vllm_compat, vllm_experts, vllm_weights
+from rlgen.engines import vllm_compat, vllm_weights
 from rlgen.engines.base import EngineCapabilities, EngineInfo, Finished, FollowUpQueue, SyncRecorder, SyncReport, Weights
 from rlgen.engines.plan import EnginePlan
 from rlgen.errors import EngineError, RlgenError, SetupError
@@ -31,7 +31,7 @@ class ColocatedEngine:
     def __init__(self, plan: EnginePlan, *, wait: float | None) -> None:
         if plan.sleep and not plan.on_gpu:
             raise SetupError("engine.sleep: the CPU engine cannot sleep; remove this key, which frees memory only on GPUs")
-        arguments = {**vllm_compat.arguments(plan), **vllm_experts.arguments(plan)}
+        arguments = {**vllm_compat.arguments(plan), **plan.experts_arguments()}
         if wait is not None:
             # vLLM's default executor uses the first GPU in every process, and starts its own processes for tensor parallelism.
             arguments["distributed_executor_backend"] = "external_launcher"
@@ -105,12 +105,9 @@ class ColocatedEngine:
         answer = output.outputs[0]
         if answer.finish_reason not in ("stop", "length"):
             raise EngineError(f"vLLM ended a completion with finish_reason {answer.finish_reason!r}, not stop or length")
-        tokens, experts = len(output.prompt_token_ids) + len(answer.token_ids), no_experts()
-        if self._plan.experts:
-            experts = answer.routed_experts
-            if experts is None or len(experts) != tokens - 1:
-                count = 0 if experts is None else len(experts)
-                raise EngineError(f"vLLM returned the experts of {count} of the {tokens - 1} tokens that it computed")
+        experts, computed = no_experts(), len(output.prompt_token_ids) + len(answer.token_ids) - 1
+        if self._plan.experts and len(experts := answer.routed_experts) != computed:
+            raise EngineError(f"vLLM returned the experts of {len(experts)} of the {computed} tokens that it computed")
         return Completion(
             token_ids=ids_of(answer.token_ids),
             logp=logp_of(answer.logprobs.logprobs),

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rlgen.engines.vllm_compat import COMPARED, EXPERTS
 from rlgen.errors import UsageError
 from rlgen.models.load import load_config
 from rlgen.models.memory import cache_elements, keeps_states
@@ -118,6 +119,27 @@ class EnginePlan:
     def keeps_states(self) -> bool:
         """Returns whether the model has recurrent layers. Raises SetupError if its config cannot be read."""
         return keeps_states(load_config(self.model, self.revision))
+
+    def experts_arguments(self) -> dict[str, Any]:
+        """Returns the arguments by which vLLM returns experts, if they are wanted.
+
+        On a CPU `engines.cpu_decode` returns them: vLLM does so from its runner V2 only, which needs Triton, which has no backend
+        for CPUs.
+        """
+        on_cpu = {"additional_config": {**self.extra.get("additional_config", {}), EXPERTS: True}}
+        on_gpu = {"enable_return_routed_experts": True}
+        return {} if not self.experts else on_gpu if self.on_gpu else on_cpu
+
+    def without_experts(self) -> str | None:
+        """Returns why vLLM cannot return experts; None: it can. On a GPU it may still refuse when it starts."""
+        version = self.vllm or "0.0"
+        if tuple(map(int, version.split(".")[:2])) < (0, 32) or not (self.on_gpu or version.startswith(COMPARED)):
+            return f"vLLM {version} does not return the experts of a token here, but 0.32 does"
+        if self.keeps_states() or not self.extra.get("enable_prefix_caching", True):
+            return "vLLM returns the experts of a token only with its prefix cache, which this model or engine.extra leaves out"
+        if not self.on_gpu and (taken := {"scheduler_cls", "worker_cls"} & self.extra.keys()):
+            return f"engine.extra.{min(taken)} takes the place of what returns the experts of a token on a CPU"
+        return None
 
 
 def settings_digest(settings: Mapping[str, Any]) -> str:

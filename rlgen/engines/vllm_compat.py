@@ -75,6 +75,8 @@ COMPARED = "0.32."
 # it receives them.
 HELD = "rlgen_held"
 
+EXPERTS = "rlgen_experts"  # with this key in `additional_config`, `rlgen.engines.cpu_decode` returns the experts of each token
+
 # What serves a model that vLLM's CPU build does not.
 ELSEWHERE = (
     "vLLM's CPU build lacks kernels of some architectures: set engine.kind to transformers here, or run on an NVIDIA GPU with"

@@ -1,16 +1,17 @@
 """Forces the routers of a mixture of experts to given experts (`model.route_replay`; arXiv:2510.11370).
 
-A router scores all experts of a token and takes the best few. Its last step is `topk`, in all of transformers' routers that are
-known here. While a batch has experts, `topk` returns these in place of the best ones, with their own scores: so the router's own
-code computes their weights, whatever it does with the scores, and gradients flow through it as before.
+A router scores all experts of a token and takes the best few by `topk`, in all of transformers' routers that are known here. For
+a batch with experts `topk` returns these, with their own scores. So the router's own code computes their weights, whatever it
+does with the scores, and gradients flow through it as before.
 """
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -19,7 +20,7 @@ from rlgen.out_of_memory import is_out_of_memory, one_line
 
 
 class ChosenTopK(TorchFunctionMode):
-    """Makes `topk` over all experts return the `experts` [N, k] of N tokens; where these are -1, it returns the best ones."""
+    """Makes `topk` over `count` experts return the `experts` [N, k] of N tokens; where these are -1, the best ones."""
 
     def __init__(self, experts: Tensor, count: int) -> None:
         super().__init__()
@@ -28,74 +29,57 @@ class ChosenTopK(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = function(*args, **(kwargs or {}))
         if function not in (torch.topk, Tensor.topk) or args[0].shape != (len(self.experts), self.count):
-            return found
-        if found.indices.shape != self.experts.shape:
-            return found  # of groups of experts, before one among them is chosen
+            return found  # of groups of experts, before some among them are chosen
         self.calls += 1
         chosen = torch.where(self.experts < 0, found.indices, self.experts)
         return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
 
 
-@dataclass(slots=True, eq=False)
-class Routes:
-    """The routers of a model, and the experts that they choose in the present forward pass, and in its backward pass."""
-
-    routers: list[nn.Module]
-    layers: list[int]  # of each router
-    experts: Tensor | None = None  # [N, layers, k]; None: each router chooses by itself
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> "Routes | str":
-        """Prepares the routers of a model. Returns why they cannot be forced, and leaves the model as it was."""
-        named, kind = routers_of(model), type(model).__name__
-        layers = [int(found[1]) for name in named if (found := re.search(r"layers\.(\d+)\.", name))]
-        if not named or len(layers) < len(named):
-            return f"rlgen finds no routers in the layers of {kind}"
-        if why := next(filter(None, map(unforceable, named.values())), None):
-            return f"rlgen cannot force the routers of {kind}: {why}"
-        routes = cls(list(named.values()), layers)
-        for layer, router in zip(layers, routes.routers, strict=True):
-            router.forward = ReplayedForward(router, routes, layer)
-        return routes
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReplayedForward:
-    """Stands in for the `forward` of a router."""
-
-    router: nn.Module
-    routes: Routes
-    layer: int
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = type(self.router).forward
-        if self.routes.experts is None:
-            return forward(self.router, *args, **kwargs)
-        return forced(self.router, self.routes.experts[:, self.layer].long(), *args, **kwargs)
-
-
-def forced(router: nn.Module, experts: Tensor, *args: Any, **kwargs: Any) -> Any:
+def forced(router: Any, experts: Tensor, *given: Any) -> Any:
     """Runs a router that chooses `experts` [N, k]. Raises RuntimeError if it did not choose once among all experts."""
-    with ChosenTopK(experts, len(router.weight)) as mode:  # type: ignore[arg-type]
-        found = type(router).forward(router, *args, **kwargs)
+    with ChosenTopK(experts, len(router.weight)) as mode:
+        found = type(router).forward(router, *given)
     if mode.calls != 1:
         raise RuntimeError(f"a router chose {mode.calls} times for {len(experts)} tokens")
     return found
 
 
-def routers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Returns the routers of a model by name: modules with one score vector for each expert, which choose `top_k` of them."""
-    found = {}
-    for name, module in model.named_modules():
-        weight = module._parameters.get("weight")
-        if isinstance(getattr(module, "top_k", None), int) and weight is not None and weight.ndim == 2:
-            found[name] = module
-    return found
+@dataclass(slots=True, eq=False)
+class Routes:
+    """The experts that the routers of a model choose in the present forward pass, and in its backward pass."""
+
+    experts: Tensor | None = None  # [N, layers, k]; None: each router chooses by itself
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "Routes | str":
+        """Prepares the routers of a model. Returns why they cannot be forced, and leaves the model as it was."""
+        routers, kind, routes = routers_of(model), type(model).__name__, cls()
+        layers = {name: int(found[1]) for name in routers if (found := re.search(r"layers\.(\d+)\.", name))}
+        if not routers or len(layers) < len(routers):
+            return f"rlgen finds no routers in the layers of {kind}"
+        if why := next(filter(None, map(unforceable, routers.values())), None):
+            return f"rlgen cannot force the routers of {kind}: {why}"
+        for name, router in routers.items():
+            router.forward = partial(routes.forward, router, layers[name])
+        return routes
+
+    def forward(self, router: Any, layer: int, *given: Any) -> Any:
+        """Stands in for the `forward` of a router."""
+        if self.experts is None:
+            return type(router).forward(router, *given)
+        return forced(router, self.experts[:, layer].long(), *given)
+
+
+def routers_of(model: PreTrainedModel) -> dict[str, Any]:
+    """Returns the routers of a model by name: modules with a matrix, a row for each expert, that choose `top_k` of them."""
+    named = {name: (module, module._parameters.get("weight")) for name, module in model.named_modules()}
+    routers = {name: module for name, (module, weight) in named.items() if weight is not None and weight.ndim == 2}
+    return {name: module for name, module in routers.items() if isinstance(getattr(module, "top_k", None), int)}
 
 
 @torch.no_grad()
-def unforceable(router: nn.Module) -> str | None:
-    """Returns why a router does not take given experts; None: it takes them, and has finite weights for them.
+def unforceable(router: Any) -> str | None:
+    """Returns why a router does not take given experts, or has no finite weights for them; None: it takes them.
 
     It is tried with weights of its shape, because its own may be shards.
     """
@@ -103,13 +87,11 @@ def unforceable(router: nn.Module) -> str | None:
     def waves(_: object, like: Tensor) -> Tensor:
         return torch.arange(like.numel(), device=like.device).cos().to(like.dtype).view(like.shape)
 
-    places = [(router, name) for name in router._parameters]
     try:
-        with replaced(places, waves):
-            like: Any = router.weight
-            hidden = waves(None, like[:4])  # of as many tokens
-            k: Any = router.top_k
-            wanted = (torch.arange(len(hidden))[:, None] + torch.arange(k)).to(like.device) % len(like)
+        with replaced([(router, name) for name in router._parameters], waves):
+            hidden = waves(None, router.weight[:4])  # of as many tokens
+            wanted = torch.arange(len(hidden))[:, None] + torch.arange(router.top_k)
+            wanted = wanted.to(hidden.device) % len(router.weight)
             given = [one for one in forced(router, wanted, hidden) if isinstance(one, Tensor) and one.shape == wanted.shape]
     except Exception as error:  # each architecture has code of its own, and may fail in any way
         if is_out_of_memory(error):
@@ -121,6 +103,5 @@ def unforceable(router: nn.Module) -> str | None:
 
 
 def is_mixture(config: PreTrainedConfig) -> bool:
-    """Returns whether a model of `config` has routers."""
     text = config.get_text_config()
     return any((getattr(text, name, None) or 0) > 1 for name in ("num_experts", "num_local_experts", "n_routed_experts"))

@@ -61,19 +61,17 @@ def contradictions(recipe: Recipe) -> list[Finding]:
 
 def no_routes(recipe: Recipe) -> str | None:
     """Returns why the recipe alone rules out that the trainer replays the experts of the engine; None: it does not."""
-    engine = recipe.engine
+    engine, rollout = recipe.engine, recipe.rollout
     if not isinstance(engine, ColocatedEngineRecipe):
         return f"an engine of kind {engine.kind} does not return the experts of a token: one of kind colocated does"
-    for key, used in (
-        ("engine.tensor_parallel_size", engine.tensor_parallel_size > 1),
-        ("engine.structured_regex", recipe.structured_regex is not None),
-        ("rollout.use", recipe.rollout.use is not None),
-        ("data.columns.images", recipe.data.columns.images is not None),
-        ("model.compile", recipe.model.compile),
-    ):
-        if used:
-            return f"it does not go with {key}"
-    return None
+    used = {
+        "engine.tensor_parallel_size": engine.tensor_parallel_size > 1,
+        "engine.structured_regex": engine.structured_regex is not None,
+        "rollout.use": rollout.use is not None,
+        "data.columns.images": recipe.data.columns.images is not None,
+        "model.compile": recipe.model.compile,
+    }
+    return next((f"it does not go with {key}" for key in used if used[key]), None)
 
 
 def _sampling(recipe: Recipe) -> Findings:

@@ -228,11 +228,11 @@ def collate(samples: Samples, rows: Sequence[int], device: torch.device) -> Micr
 def experts_of(own: Sequence[Sample], width: int) -> Tensor:
     """Returns the experts of rows of `width` tokens with padding, [B, S, layers, k] int16; -1 where they are not known."""
     shape = max(sample.experts.shape[1:] for sample in own)
-    experts = np.full((len(own), width, *shape), -1, dtype=np.int16)
+    experts = torch.full((len(own), width, *shape), -1, dtype=torch.int16)
     for row, sample in zip(experts, own, strict=True):
         if len(sample.experts):
-            row[: len(sample.experts)] = sample.experts
-    return torch.from_numpy(experts)
+            row[: len(sample.experts)] = torch.from_numpy(sample.experts.astype(np.int16))
+    return experts
 
 
 def unpad(padded: Sequence[tuple[Sequence[int], Tensor]], offsets: NDArray[np.int64]) -> Tensor:

@@ -11,14 +11,18 @@ from numpy.typing import NDArray
 from rlgen.algorithms.registry import build_algorithm
 from rlgen.engines.base import Engine
 from rlgen.engines.open import build_engine
-from rlgen.errors import EngineError
+from rlgen.engines.plan import EnginePlan
+from rlgen.errors import EngineError, SetupError
 from rlgen.models.memory_errors import memory_for
+from rlgen.models.policy import Policy
+from rlgen.models.routing import is_mixture
 from rlgen.processes import EngineShare, Processes
+from rlgen.recipe import Recipe
 from rlgen.recipe.models import RolloutRecipe
+from rlgen.recipe.rules import no_routes
 from rlgen.sentinel.sync import send_weights
 from rlgen.setup.data import Data
 from rlgen.setup.policy import open_policies
-from rlgen.setup.routes import replays_routes
 from rlgen.setup.settings import TrainSettings
 from rlgen.setup.train_state import TrainState, open_train_state, restore
 from rlgen.types import Position, Sampling
@@ -88,6 +92,23 @@ def open_trainer_and_engine(
         engine_share=engine_share,
         position=position,
     )
+
+
+def replays_routes(recipe: Recipe, policy: Policy, location: str, say: Callable[[str], None]) -> bool:
+    """Returns whether answers are to have the experts of their tokens; the policy is then ready to compute by them.
+
+    Raises SetupError if the recipe asks for it, and engine or model cannot do it. Where it leaves it open, a line says why not.
+    """
+    wanted, mixture = recipe.model.route_replay, is_mixture(policy.model.config)
+    if wanted is False or not (wanted or mixture):
+        return False
+    reason = no_routes(recipe) if mixture else f"{type(policy.model).__name__} has no experts to choose from"
+    reason = reason or EnginePlan.of(recipe.engine_needs, location).without_experts() or policy.replay_routes()
+    if reason and wanted:
+        raise SetupError(f"model.route_replay: {reason}; remove it, and the routers of the trainer choose by themselves")
+    if reason:
+        say(f"model.route_replay: off: {reason}")
+    return reason is None
 
 
 def cost_of_padding(rollout: RolloutRecipe, prompts: Sequence[NDArray[np.int32]]) -> str:

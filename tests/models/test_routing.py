@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,6 @@ from helpers.recipes import recipe_for
 from helpers.samples import TEXTS, make_sample
 from torch import Tensor, nn
 
-from rlgen.engines import vllm_experts
 from rlgen.errors import SetupError
 from rlgen.models.load import load_model, locate
 from rlgen.models.policy import Policy
@@ -27,7 +27,7 @@ from rlgen.recipe.rules import contradictions
 from rlgen.rollout.batch import collate
 from rlgen.rollout.sample import turns_apart
 from rlgen.rollout.samples import Samples
-from rlgen.setup.routes import replays_routes
+from rlgen.setup.trainer_and_engine import replays_routes
 from rlgen.types import WHOLE, MicroBatch, Request, Sampling, Span, one_span
 
 MIXTURES = ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "granitemoe", "glm4_moe"]
@@ -43,11 +43,12 @@ def policy_of(name: str, dtype: torch.dtype = torch.float32) -> Policy:
 def own_experts(policy: Policy, batch: MicroBatch) -> Tensor:
     """The experts [B, S, layers, k] that the policy chooses by itself, without packing."""
     found: dict[int, Tensor] = {}
-    assert policy.routes is not None
-    hooks = [
-        router.register_forward_hook(lambda _, __, out, layer=layer: found.setdefault(layer, chosen(out)))
-        for layer, router in zip(policy.routes.layers, policy.routes.routers, strict=True)
-    ]
+
+    def note(layer: int, _: nn.Module, __: Any, given: Sequence[Tensor]) -> None:
+        found[layer] = chosen(given)
+
+    named = routers_of(policy.model).items()
+    hooks = [router.register_forward_hook(partial(note, int(name.split(".")[2]))) for name, router in named]
     policy(replace(batch, experts=None), (WHOLE,))
     for hook in hooks:
         hook.remove()
@@ -209,21 +210,21 @@ def test_recipes_that_cannot_replay_are_refused(what: str) -> None:
 )
 def test_engines_that_return_no_experts_say_why(changes: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of("qwen3_moe", **{"vllm": "0.32.0", **changes})
-    monkeypatch.setattr("rlgen.setup.routes.EnginePlan", SimpleNamespace(of=lambda *_: plan))
+    monkeypatch.setattr("rlgen.setup.trainer_and_engine.EnginePlan", SimpleNamespace(of=lambda *_: plan))
     policy = Policy(tiny_model("qwen3_moe"), torch.float32, True)
     with pytest.raises(SetupError, match=rf"model\.route_replay: .*{why}"):
         replays_routes(recipe_of({"route_replay": True}), policy, "", print)
-    assert vllm_experts.without_experts(plan_of("qwen3_moe", vllm="0.32.0")) is None
-    assert vllm_experts.without_experts(plan_of("qwen3_moe", vllm="0.33.0", on_gpu=True)) is None
+    assert plan_of("qwen3_moe", vllm="0.32.0").without_experts() is None
+    assert plan_of("qwen3_moe", vllm="0.33.0", on_gpu=True).without_experts() is None
 
 
 def test_vllm_is_asked_for_experts_as_its_device_needs() -> None:
-    assert vllm_experts.arguments(plan_of("qwen3_moe")) == {}
+    assert plan_of("qwen3_moe").experts_arguments() == {}
     more = {"additional_config": {"mine": 1}}
-    assert vllm_experts.arguments(plan_of("qwen3_moe", experts=True, extra=more)) == {
+    assert plan_of("qwen3_moe", experts=True, extra=more).experts_arguments() == {
         "additional_config": {"mine": 1, "rlgen_experts": True}
     }
-    assert vllm_experts.arguments(plan_of("qwen3_moe", experts=True, on_gpu=True)) == {"enable_return_routed_experts": True}
+    assert plan_of("qwen3_moe", experts=True, on_gpu=True).experts_arguments() == {"enable_return_routed_experts": True}
     assert plan_of("qwen3_moe").digest() != plan_of("qwen3_moe", experts=True).digest()
 
 

@@ -21,8 +21,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from rlgen.engines.vllm_compat import HELD
-from rlgen.engines.vllm_experts import KEY as EXPERTS
+from rlgen.engines.vllm_compat import EXPERTS, HELD
 
 
 class SteadyRequest(NamedTuple):

@@ -36,7 +36,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import ExecuteModelState
 
 from rlgen.engines.cpu_decode.recording import Recording, record
-from rlgen.engines.vllm_experts import KEY as EXPERTS
+from rlgen.engines.vllm_compat import EXPERTS
 
 RECORDED = 2  # the second step that continues another one is recorded; recording takes the time of two steps
 SEEDS = 64  # drawn at a time from the generator of a request
