@@ -162,6 +162,8 @@ class Policy(nn.Module):
         Args:
             prompts: ids of texts of the run, on which the model is tried.
         """
+        if self.routes is not None:
+            self.routes.experts = None  # those of the last batch
         self.unpacked = make_packed(self.model, prompts, self.dtype)
         self.packed = self.unpacked is None
         return self.unpacked
