@@ -31,7 +31,7 @@ class ColocatedEngine:
     def __init__(self, plan: EnginePlan, *, wait: float | None) -> None:
         if plan.sleep and not plan.on_gpu:
             raise SetupError("engine.sleep: the CPU engine cannot sleep; remove this key, which frees memory only on GPUs")
-        arguments = {**vllm_compat.arguments(plan), **plan.experts_arguments()}
+        arguments = vllm_compat.arguments(plan)
         if wait is not None:
             # vLLM's default executor uses the first GPU in every process, and starts its own processes for tensor parallelism.
             arguments["distributed_executor_backend"] = "external_launcher"

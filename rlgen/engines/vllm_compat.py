@@ -206,6 +206,7 @@ def arguments(plan: "EnginePlan") -> dict[str, Any]:
         )
     chosen: dict[str, Any] = {
         **plan.extra,
+        **plan.experts_arguments(),
         "model": plan.model,
         "revision": plan.revision,
         "dtype": plan.dtype,

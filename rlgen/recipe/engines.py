@@ -177,7 +177,7 @@ RESERVED_ENGINE_ARGUMENTS = frozenset(
         *("max_num_batched_tokens", "enable_chunked_prefill", "kv_cache_memory_bytes", "enable_sleep_mode"),
         *("logprobs_mode", "max_logprobs", "generation_config", "trust_remote_code"),
         *("distributed_executor_backend", "async_scheduling", "enable_lora", "use_tqdm_on_load"),
-        *("distributed_timeout_seconds", "cpu_distributed_timeout_seconds"),
+        *("distributed_timeout_seconds", "cpu_distributed_timeout_seconds", "enable_return_routed_experts", "aux_output_config"),
         # Arguments of a server.
         *("host", "port", "uds", "root_path", "ssl_keyfile", "ssl_certfile", "api_key", "middleware", "enable_scale_out"),
         *("worker_extension_cls", "headless", "api_server_count", "data_parallel_size", "disable_uvicorn_access_log"),
