@@ -185,7 +185,7 @@ def published(recipe: Recipe, machines: Machines, counts: "Counts", plan: "Memor
     gpu = GPUS[machines.gpu] if machines.gpu else None
     shards = (plan.shard or plan.processes) if plan.sharded else 1
     together = shards if plan.sharded else plan.processes
-    near = gpu is not None and together <= (machines.gpus or together)
+    near = gpu is not None and together <= (machines.gpus or (1 if machines.nodes else together))
     link = 1e9 * (machines.bandwidth or (gpu.link_gbs if gpu is not None and near else NETWORK_GBS))
     said += [f"processes send each other {link / 1e9:g} GB a second (--bandwidth)", "rewards and saving take no time"]
     trained = counts.sides * plan.adapter_rank if plan.adapter_rank else counts.parameters

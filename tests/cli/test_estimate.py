@@ -161,6 +161,7 @@ def test_processes_send_by_nvlink_in_a_node_and_by_the_network_between_nodes(rec
     recipe_of = 'processes={"strategy":"fsdp","count":16}'
     near, far = (timed(recipe, recipe_of, gpu="h100", nodes=16 // each, gpus=each) for each in (16, 8))
     assert far["rates"]["micro_batch"] == pytest.approx(9 * near["rates"]["micro_batch"])  # 450 and 50 GB a second
+    assert timed(recipe, recipe_of, gpu="h100", nodes=16)["rates"] == far["rates"], "a GPU in each node"
     given = timed(recipe, recipe_of, gpu="h100", nodes=2, gpus=8, bandwidth=100.0)
     assert given["rates"]["micro_batch"] == pytest.approx(8 * 596_049_920 / 100e9)
 
