@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, tensor
 
 from rlgen.analysis.run import read_run
+from rlgen.cli.evaluate import evaluate_target
 from rlgen.cli.export import export_command
 from rlgen.files import read_json
 from rlgen.processes import Processes
@@ -198,6 +199,9 @@ def test_a_sharded_checkpoint_is_exported_and_evaluated(fast: Path, tmp_path: Pa
     )
     found = evaluate_model(recipe.recipe, None, 2, tmp_path, None, print)
     assert found.metrics["eval/sampler/delta_max"] < 1e-4
+    words = [SHARDED, "eval={source: 'task:sort', limit: 4}"]
+    _, direct = evaluate_target(fast / "packed", fast / "recipe.yaml", words, None, None, print)
+    assert direct.metrics["eval/reward/mean"] == found.metrics["eval/reward/mean"], "`rlgen eval` puts the shards together"
 
 
 def cases() -> list[Any]:
