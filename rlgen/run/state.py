@@ -28,7 +28,7 @@ from rlgen.models.lora import adapter_tensors, config_of, is_adapted
 from rlgen.models.parts import first_copy, part, part_like, part_of_stored, shape_of
 from rlgen.models.weights import model_tensors, own_tensors
 
-SHARD_FILE = 32 << 20  # bytes
+SHARD_FILE = 40 << 20  # bytes; above 32 MiB glibc gives what assembled a file back at once
 OPTIMIZER_SHARDS = "state/optimizer"  # the folder in a checkpoint
 
 
