@@ -38,6 +38,7 @@ OPTIONS = {  # of commands that take a recipe
     "--num-gpus": "write `torchrun --nproc-per-node {} -m rlgen train RECIPE`",
     "--output-dir": "write `--run-dir {}`",
 }
+TAKEN = {("estimate", "--gpus")}  # the command has this option itself
 TAKES_A_RECIPE = ("train", "doctor", "serve", "eval", "estimate", "validate", "show")
 TAKES_A_RUN = ("status", "rollouts", "report", "replay", "export")
 VALUE = re.compile(r"(?:--)?([a-z_]+(?:\.[a-z_0-9]+)+)(?:=(.*))?", re.DOTALL)  # run.steps=5
@@ -65,19 +66,19 @@ def understood(arguments: Sequence[str]) -> list[str]:
     if first in TAKES_A_RECIPE and not others:
         raise UsageError(f"`rlgen {first}` needs a recipe, a YAML file; `rlgen recipes list` shows some to copy")
     if first in TAKES_A_RECIPE:
-        refuse_options(others)
+        refuse_options(first, others)
     return list(arguments)
 
 
-def refuse_options(arguments: Sequence[str]) -> None:
-    """Raises UsageError for an option that other tools have, with what to write instead."""
+def refuse_options(command: str, arguments: Sequence[str]) -> None:
+    """Raises UsageError for an option that other tools have and `command` has not, with what to write instead."""
     for place, argument in enumerate(arguments):
         before = arguments[place - 1] if place else ""
         after = arguments[place + 1] if place + 1 < len(arguments) else ""
         name, _, value = argument.partition("=")
         if argument == "--":
             return
-        if name in OPTIONS:
+        if name in OPTIONS and (command, name) not in TAKEN:
             raise UsageError(f"there is no option {name}; {OPTIONS[name].format(value or after or 'VALUE')}")
         found = VALUE.fullmatch(argument)
         if not found or Path(argument).suffix in (".yaml", ".yml", ".json"):

@@ -10,7 +10,7 @@ from helpers.runs import bare_run
 
 from rlgen.cli.app import app
 from rlgen.cli.docs import docs_command
-from rlgen.cli.guesses import DONE, NAMED, OPTIONS, TAKES_A_RECIPE, TAKES_A_RUN, understood
+from rlgen.cli.guesses import DONE, NAMED, OPTIONS, TAKEN, TAKES_A_RECIPE, TAKES_A_RUN, understood
 from rlgen.cli.status import age, runs_command
 from rlgen.errors import UsageError
 
@@ -61,7 +61,9 @@ def test_no_guess_hides_a_command_or_an_option() -> None:
     assert not set(DONE) & set(COMMANDS) and {*TAKES_A_RUN, *TAKES_A_RECIPE} <= set(COMMANDS)
     assert not set(NAMED) & set(COMMANDS)
     for name in TAKES_A_RECIPE:
-        assert not set(OPTIONS) & {option for parameter in COMMANDS[name].params for option in parameter.opts}, name
+        own = {option for parameter in COMMANDS[name].params for option in parameter.opts}
+        assert set(OPTIONS) & own == {option for command, option in TAKEN if command == name}, name
+    assert understood(["estimate", "r.yaml", "--nodes", "2", "--gpus", "8"])[-2:] == ["--gpus", "8"]
 
 
 def test_runs_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,7 +99,7 @@ def test_ids_of_another_processor_are_refused(policy: Policy) -> None:
     image = row.images[0]
     short = Image(sha256=image.sha256, data=image.data, start=image.start, stop=image.stop - 1)
     assert policy.vision is not None
-    with pytest.raises(SetupError, match="writes 34 ids for an image, but 33 are in the prompt"):
+    with pytest.raises(SetupError, match="writes 34 ids for an image, but the prompt has 33"):
         policy.vision.embed(policy.model, torch.zeros(1, 60, dtype=torch.long), [[short]])
 
 

@@ -189,11 +189,11 @@ def test_a_damaged_line_of_the_metrics_is_told(recipe_file: Path, capsys: pytest
 HIDDEN = """
 import os, subprocess, sys
 from pathlib import Path
-from rlgen.setup.attempt import Hidden
+from rlgen.setup.attempt import OutputToFile
 from rlgen.run.console import Console, own_stream
 
 print("held back", end="")
-with Console(2, file=own_stream(sys.stdout)) as console, Hidden() as hidden:
+with Console(2, file=own_stream(sys.stdout)) as console, OutputToFile() as hidden:
     hidden.to(Path(sys.argv[1]) / "first.log")
     print("python")
     console.say(" said")

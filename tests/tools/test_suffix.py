@@ -71,7 +71,10 @@ def test_a_long_answer_is_cut_with_a_mark() -> None:
             r"changes an earlier turn \(call\) once a tool has answered: .*rlgensaid",
         ),
         (QWEN25.replace("m.role == 'tool'", "m.role == 'tool' and raise_exception('no tools')"), "TemplateError: no tools"),
-        (QWEN25.replace("<|im_end|>", "<end>"), r"no stop token \(<\|im_end\|>, <\|endoftext\|>\) stands between"),
+        (
+            QWEN25.replace("<|im_end|>", "<end>"),
+            r"no stop token \(<\|im_end\|>, <\|endoftext\|>\) follows a turn before a tool answers",
+        ),
     ],
 )
 def test_a_template_that_rewrites_is_refused(template: str, text: str) -> None:

@@ -316,7 +316,7 @@ def test_it_is_refused_where_engine_and_trainer_share_a_gpu_or_several_processes
         return SimpleNamespace(processes=processes, engine=SimpleNamespace(abilities=SimpleNamespace(elsewhere=elsewhere)))
 
     parts: dict[str, Any] = {"sampler": None, "early": None, "weights": {"f": 1.0}}
-    for given, words in (((2, "cpu", True), "several processes"), ((1, "cuda", False), "on one GPU")):
+    for given, words in (((2, "cpu", True), "in one process only"), ((1, "cuda", False), "on one GPU")):
         with pytest.raises(RlgenError, match=words):
             build_stream(both(*given), **parts, groups=Groups([]))  # type: ignore[arg-type]
     for given in ((1, "cpu", False), (1, "cuda", True)):
