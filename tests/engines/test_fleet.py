@@ -208,7 +208,7 @@ def steps(fleet: list[StandIn], said: list[str], monkeypatch: pytest.MonkeyPatch
 
 
 def test_servers_are_lost_and_come_back(fleet: list[StandIn], said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    done = steps(fleet, said, monkeypatch, 12)
+    done = steps(fleet, said, monkeypatch, 8)
     assert done["killed"] and done["stopped"] and any("takes part from now on" in line for line in said)
 
 
