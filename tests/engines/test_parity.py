@@ -51,7 +51,7 @@ def test_the_fault_that_a_patch_cures_is_still_there(name: str, patch: str, monk
 @pytest.mark.slow
 def test_experts_in_the_trainers_layout_do_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were they sent as transformers holds them, not as a checkpoint does, the comparison would show it."""
-    monkeypatch.setattr("rlgen.sentinel.sync.checkpoint_tensors", lambda model: weights.own_tensors(model).items())
+    monkeypatch.setattr("rlgen.sentinel.sync.checkpoint_tensors", lambda model, cast: cast(weights.own_tensors(model).items()))
     with pytest.raises(EngineError):
         measure("mixtral-untied")
 

@@ -168,9 +168,9 @@ noisy_prefill = instead(
 def adapter_left_out(*layers: str) -> Plant:
     """What is sent are the weights without the adapter: all of them, or those of `layers`."""
 
-    def unmerged(tensors: Callable[[Any], Iterable[tuple[str, Tensor]]], model: Any) -> Named:
-        with without_adapter(model, only=layers or None):
-            return [(name, tensor.clone()) for name, tensor in tensors(model)]
+    def unmerged(tensors: Callable[..., Iterable[tuple[str, Tensor]]], *arguments: Any) -> Named:
+        with without_adapter(arguments[0], only=layers or None):
+            return [(name, tensor.clone()) for name, tensor in tensors(*arguments)]
 
     return instead(sync, "checkpoint_tensors", unmerged)
 

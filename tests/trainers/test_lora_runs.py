@@ -90,10 +90,10 @@ def test_an_engine_that_ignores_the_adapter_is_named_on_resuming(recipe_file: Pa
     directory = run(recipe_file.parent / "run", recipe_file, "engine={kind: transformers}", "run.steps=2")
     fired = []
 
-    def unmerged(model: Any) -> list[tuple[str, Tensor]]:
+    def unmerged(model: Any, cast: Any) -> list[tuple[str, Tensor]]:
         fired.append("sync")
         with without_adapter(model):
-            return list(checkpoint_tensors(model))
+            return list(checkpoint_tensors(model, cast))
 
     monkeypatch.setattr(sync, "checkpoint_tensors", unmerged)
     with pytest.raises(SentinelError, match="rung 1") as caught:
