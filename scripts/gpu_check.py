@@ -74,6 +74,7 @@ def main() -> int:
     if absent(["torch"]):
         print("gpu-check needs torch, which is not installed here", file=sys.stderr)
         return 3
+    sys.path.insert(0, str(ROOT))  # a machine that only lends its GPU has not installed rlgen
     import torch
     from gpu_rows.measure import device_name
 

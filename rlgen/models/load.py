@@ -164,7 +164,7 @@ def load_model(
     """
     extra: dict[str, Any] = {} if quantization is None else quantized(quantization, dtype, device)
     if divide is not None:
-        extra["distributed_config"] = DistributedConfig()
+        extra["distributed_config"] = DistributedConfig(tp_size=1)  # 5.17 computes with a size that is not given
     try:
         config = load_config(location, revision)
         kind = transformers.AutoModelForImageTextToText if reads_images(config) else transformers.AutoModelForCausalLM

@@ -51,7 +51,7 @@ PLANTED: dict[str, tuple[p.Plant, int, Fault, str, list[str]]] = {
     "min-p": (p.sampling_parameter("min_p", 0.3), 1, Fault.TRUNCATED_SUPPORT, "min-p 0.3", []),
     "top-p ignored": (p.sampling_parameter("top_p", 1.0), 2, Fault.TRUNCATED_SUPPORT, "of all ids", ["rollout.top_p=0.8"]),
     "top-k ignored": (p.sampled_from_all, 2, Fault.TRUNCATED_SUPPORT, "log-probs of all ids", [TRANSFORMERS, "rollout.top_k=40"]),
-    "bfloat16 engine": (p.engine_argument("dtype", "bfloat16"), 0, Fault.ENGINE_SETTINGS, "'bfloat16' there", []),
+    "bfloat16 engine": (p.engine_argument("dtype", "bfloat16"), 0, Fault.ENGINE_SETTINGS, "'bfloat16' in the engine", []),
     "bfloat16 engine, denied": (HALF_DENIED, 1, Fault.NUMERICS, "dtype, head precision or model code", []),
     "bfloat16 head": (p.engine_argument("hf_overrides", {}), 0, Fault.ENGINE_SETTINGS, "head_dtype", ["model.dtype=bfloat16"]),
     "stale tensor": (p.loaded(p.stale(DOWN)), 3, Fault.STALE_TENSOR, f"earlier values of {DOWN}", []),
