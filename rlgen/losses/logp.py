@@ -14,8 +14,8 @@ from rlgen.types import Distribution
 
 EntropyUse: TypeAlias = Literal["none", "value", "gradient"]
 
-# Logits computed at once, in elements: 128 MiB in float32, 220 positions of a vocabulary of 152k.
-CHUNK_LOGITS = 2**25
+# Logits computed at once, in elements: 256 MiB in float32, 441 positions of a vocabulary of 152k.
+CHUNK_LOGITS = 2**26
 NUCLEUS = 256  # ids that are sorted at first to find a nucleus: most are smaller, and a vocabulary takes long to sort
 # How far rounding may move a log-prob or a sum of probabilities, by the dtype of the hidden states: torch's own float32 softmax
 # over 262,144 ids moves them by 7e-5.
@@ -221,14 +221,16 @@ class How:
         peak_C1 = logits.amax(dim=1, keepdim=True)
         logits -= peak_C1
         logp, lse, entropy_C = [], [], None
-        for distribution, gone_CV in zip(self.distributions, gone, strict=True):
+        for k, (distribution, gone_CV) in enumerate(zip(self.distributions, gone, strict=True)):
             temperature = distribution.temperature
             tempered_CV = logits if temperature == 1.0 else logits / temperature
             if gone_CV is not None:
                 tempered_CV = tempered_CV.masked_fill(gone_CV, DROPPED)
-            odds_CV = tempered_CV.exp()
+            picked_C = tempered_CV.gather(1, ids[:, None])[:, 0]
+            last = k == len(self.distributions) - 1  # nothing else reads the logits
+            odds_CV = tempered_CV.exp_() if last and self.entropy == "none" else tempered_CV.exp()
             total_C = odds_CV.sum(dim=1)
-            logp.append(tempered_CV.gather(1, ids[:, None])[:, 0] - total_C.log())
+            logp.append(picked_C - total_C.log())
             lse.append(peak_C1[:, 0] / temperature + total_C.log())
         if self.entropy != "none":  # of the last distribution
             entropy_C = total_C.log() - odds_CV.mul_(tempered_CV).sum(dim=1) / total_C
@@ -239,19 +241,24 @@ class How:
 
         With p the probabilities at a temperature t and H their entropy, the gradients with respect to the logits z are
         d log p_i / d z_v = ([v = i] - p_v) / t and d H / d z_v = -p_v (log p_v + H) / t. Which ids are kept is a constant.
+        Changes `logits` in place.
         """
         slopes, gone = [], self.gone(self.truncations(logits), logits, ids)
         for k, distribution in enumerate(self.distributions):
             of_picked_C1, temperature = of_logp[k, :, None], distribution.temperature
-            logp_CV = (logits / temperature).sub_(lse[k, :, None])
+            last = k == len(self.distributions) - 1
+            # In one pass, and in place where nothing else reads the logits: this reads and writes all of [C, V].
+            out = logits if last and self.softcap is None else None
+            logp_CV = torch.add(-lse[k, :, None], logits, alpha=1 / temperature, out=out)
             if (gone_CV := gone[k]) is not None:
                 logp_CV.masked_fill_(gone_CV, DROPPED)
-            if self.entropy == "gradient" and k == len(self.distributions) - 1:
+            if self.entropy == "gradient" and last:
                 p_CV = logp_CV.exp()
                 p_CV *= logp_CV.add_(entropy[:, None]).mul_(of_entropy[:, None]).add_(of_picked_C1)
+                slopes.append(p_CV.scatter_add_(1, ids[:, None], -of_picked_C1).div_(-temperature))
             else:
-                p_CV = logp_CV.exp_().mul_(of_picked_C1)
-            slopes.append(p_CV.scatter_add_(1, ids[:, None], -of_picked_C1).div_(-temperature))
+                off_CV = logp_CV.exp_().scatter_add_(1, ids[:, None], logp_CV.new_full((len(ids), 1), -1.0))
+                slopes.append(off_CV.mul_(of_picked_C1 / -temperature))
         slope_CV = functools.reduce(Tensor.add_, slopes)
         if self.softcap is not None:
             slope_CV *= 1 - (logits / self.softcap).square()

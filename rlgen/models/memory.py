@@ -20,7 +20,7 @@ from rlgen.models.decoder import attention_of, decoder_of, one_sequence_a_row
 GIB = 1 << 30
 FLOAT32 = 4  # bytes of a weight that is trained
 ADAMW, ADAMW_8BIT = 8, 2  # bytes of the two moments of a weight
-CHUNKS = 3  # tensors of the size of a chunk's logits that the head holds at a time: logits, probabilities, one temporary
+CHUNKS = 2  # tensors of the size of a chunk's logits that the head holds at a time: logits, and probabilities for the entropy
 OVERHEAD = GIB  # assumed: CUDA's context, libraries' workspaces and fragmentation of the allocator
 SERVING = GIB // 2  # assumed: what vLLM needs beside weights and cache, if no share of the device limits it
 

@@ -10,6 +10,7 @@ arXiv:2310.01889).
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -283,6 +284,12 @@ def by_kernel(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scali
     from torch.nn.attention.varlen import varlen_attn  # loads the kernels of a GPU
 
     (queries, most), (places, keys, most_keys) = rows.queries, rows.keys
+    grouped = {}
+    if key.shape[1] != query.shape[1]:
+        if "enable_gqa" in signature(varlen_attn).parameters:
+            grouped["enable_gqa"] = True
+        else:  # torch 2.11
+            key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
     mixed: Tensor = varlen_attn(  # type: ignore[assignment]  # a pair only on request
         query,
         key[places],
@@ -294,7 +301,7 @@ def by_kernel(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scali
         scale=scaling,
         # The last query of a part sees the last key, and as many more as the window's size - 1 before it.
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=key.shape[1] != query.shape[1],
+        **grouped,
     )
     return mixed
 

@@ -28,6 +28,7 @@ from rlgen.types import Distribution, MicroBatch
 # Names that architectures give to what their logits are multiplied with, or divided by; `check_head` verifies the result.
 MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
 DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
+TRIED = tuple(range(3, 11))  # ids that a new policy is tried on
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +71,16 @@ class LmHead:
 
 
 @torch.no_grad()
-def check_head(model: PreTrainedModel, head: LmHead) -> None:
-    """Compares the logits of `head` with the model's own on eight ids, and their hidden states with those of the first five.
+def check_head(model: PreTrainedModel, head: LmHead, ids: Sequence[int] = TRIED) -> None:
+    """Compares the logits of `head` with the model's own on `ids`, and their hidden states with those of the first five.
 
     Raises:
         SetupError: the model cannot be run, or its log-probs would be wrong: logits differ, or hidden states see later ids.
     """
-    name, ids = type(model).__name__, torch.arange(3, 11, device=model.device)[None]
+    name, row = type(model).__name__, torch.tensor([ids], device=model.device)
     try:
-        hidden, fewer = (decoder_of(model)(input_ids=some, use_cache=False).last_hidden_state for some in (ids, ids[:, :5]))
-        own = model(input_ids=ids, use_cache=False).logits.float()
+        hidden, fewer = (decoder_of(model)(input_ids=some, use_cache=False).last_hidden_state for some in (row, row[:, :5]))
+        own = model(input_ids=row, use_cache=False).logits.float()
     except Exception as error:  # each architecture has code of its own, and may fail in any way
         if is_out_of_memory(error):
             raise
@@ -140,15 +141,19 @@ class Policy(nn.Module):
         self.unpacked: str | None = None  # why its rows are padded, though they could be packed here
         self.routes: Routes | None = None  # of the trained policy, if it computes tokens by the experts that batches have
         if model.device.type != "meta":
-            self.check()
+            self.check(TRIED)
         if dtype == HALF:
             compute_in_half(model)
             if vision is not None:
                 round_pixels(model)
 
-    def check(self) -> None:
-        """Raises SetupError if the model computes its logits in a way that rlgen does not know."""
-        check_head(self.model, self.head)
+    def check(self, ids: Sequence[int]) -> None:
+        """Raises SetupError if the model computes its logits in a way that rlgen does not know.
+
+        Args:
+            ids: eight ids that the model is tried on. FSDP2 fails on a GPU when a method of a sharded module has no argument.
+        """
+        check_head(self.model, self.head, ids)
 
     def replay_routes(self) -> str | None:
         """Makes the policy compute tokens by the experts that batches have. Returns None, or why its model cannot do that."""

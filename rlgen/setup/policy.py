@@ -19,7 +19,7 @@ from rlgen.models.load import load_model
 from rlgen.models.lora import add_adapter, is_adapted
 from rlgen.models.memory_errors import memory_for
 from rlgen.models.packing import can_pack
-from rlgen.models.policy import BasePolicy, Policy
+from rlgen.models.policy import TRIED, BasePolicy, Policy
 from rlgen.models.sharding import mesh_of, move_buffers, read_by_slices, shard
 from rlgen.models.vision import Vision, of_vision, reads_images
 from rlgen.models.weights import base_digest, bits
@@ -85,7 +85,7 @@ def open_shards(
     """Loads this process's shards of the model, and checks that rlgen knows how it computes logits."""
     policy = processes.run_all(lambda: build_shards(settings, location, mesh, trained, say))
     with memory_for("a forward pass of eight tokens", settings.memory_advice("load"), SetupError):
-        processes.run_all(policy.check, has_collectives=True)
+        processes.run_all(lambda: policy.check(TRIED), has_collectives=True)
     processes.run_all(lambda: compile_and_pack(settings, policy, prompts), has_collectives=True)
     return policy
 

@@ -32,7 +32,7 @@ ROWS = (
     Row(name="parity bfloat16", tier=1, limit=70, check=check("parity", "arithmetic", "bfloat16"), packages=POLICY),
     Row(name="fsdp", tier=1, limit=75, check=check("parity", "sharded"), packages=RUN),
     Row(name="packed", tier=1, limit=40, check=check("parity", "packed"), packages=TRAINER),
-    Row(name="update", tier=1, limit=65, check=check("update", "update"), packages=TRAINER),
+    Row(name="update", tier=1, limit=95, check=check("update", "update"), packages=TRAINER),
     Row(name="memory", tier=1, limit=55, check=check("update", "memory"), packages=TRAINER),
     Row(name="learning", tier=1, limit=70, check=check("runs", "learning"), packages=RUN),
     Row(name="resume", tier=1, limit=60, check=check("runs", "resume"), packages=RUN),

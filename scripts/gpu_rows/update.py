@@ -38,13 +38,14 @@ def shape_of(place: Place) -> Shape:
 
 
 def update(place: Place) -> Finding:
-    """The trainer's own update with GRPO on one micro-batch, packed and padded: time, and its share of the device's bfloat16 rate
-    (MFU). Only the packed one computes each prompt once."""
+    """The trainer's own update with GRPO on one micro-batch: time, and its share of the device's bfloat16 rate (MFU).
+
+    Packed, padded, and padded with compiled layers. Only the packed one computes each prompt once."""
     shape, config = shape_of(place), config_of(place)
     rate, name = matmul_rate(place.device), device_name(place.device)
     values, numbers = list[Value](), dict[str, Any](parameters=parameters(config), products_tflops=rate / 1e12)
-    for kind in ("packed", "padded"):
-        seconds, passes = update_seconds(place, config, shape, kind == "packed")
+    for kind in ("packed", "padded", "compiled"):
+        seconds, passes = update_seconds(place, config, shape, kind)
         gc.collect()  # a policy is part of a cycle
         work = flops(config, shape, kind == "packed")
         values.append(Value(f"{kind}: MFU, of the measured rate of products", 100 * work / seconds / rate, "%"))
@@ -60,9 +61,9 @@ def update(place: Place) -> Finding:
     return judged(values, f"{said(config)}, {shape.rows} rows of {shape.length} tokens, bfloat16, GRPO", numbers)
 
 
-def update_seconds(place: Place, config: Any, shape: Shape, packed: bool) -> tuple[float, float]:
+def update_seconds(place: Place, config: Any, shape: Shape, kind: str) -> tuple[float, float]:
     """Returns the seconds of an update, and of its forward and backward pass."""
-    updater, train_batch = open_updater(place, config, shape, packed)
+    updater, train_batch = open_updater(place, config, shape, kind)
 
     def train() -> None:
         metrics, skipped = updater(train_batch, 1)
@@ -75,9 +76,10 @@ def update_seconds(place: Place, config: Any, shape: Shape, packed: bool) -> tup
     return seconds, passes
 
 
-def open_updater(place: Place, config: Any, shape: Shape, packed: bool) -> tuple[Any, Any]:
+def open_updater(place: Place, config: Any, shape: Shape, kind: str) -> tuple[Any, Any]:
     """Returns an updater as a run has it, and a train batch of one micro-batch of made-up samples."""
     from rlgen.algorithms.grpo import GRPO
+    from rlgen.models.compiled import compile_layers
     from rlgen.models.policy import Policy
     from rlgen.processes import Processes
     from rlgen.recipe.trainers import GRPORecipe
@@ -94,11 +96,13 @@ def open_updater(place: Place, config: Any, shape: Shape, packed: bool) -> tuple
     policy = Policy(random_model(config, place.device), torch.bfloat16, fp32_head=True)
     algorithm = GRPO(GRPORecipe())
     samples = made_up(shape, config.vocab_size)
-    if packed and (reason := policy.pack(prompts_of(samples))):
+    if kind == "packed" and (reason := policy.pack(prompts_of(samples))):
         raise RuntimeError(f"its rows cannot be packed: {reason}")
+    if kind == "compiled":
+        compile_layers(policy.model)
     table = RowTable.gather(samples, processes)
     advantages = algorithm.advantages(table.scores({"made up": 1.0}))
-    train_batch = TrainBatch.of(table, samples, advantages, 0.0, shape.tokens, processes, packed=packed)
+    train_batch = TrainBatch.of(table, samples, advantages, 0.0, shape.tokens, processes, packed=policy.packed)
     updater = Updater(
         processes=processes,
         sharded=False,

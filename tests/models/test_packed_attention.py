@@ -1,6 +1,8 @@
 """Attention of packed rows, part by part, against one row after the other by a plain softmax, in float64."""
 
+from collections.abc import Callable
 from itertools import product
+from typing import Any
 from unittest.mock import create_autospec
 
 import pytest
@@ -85,15 +87,20 @@ def documented(
     *,
     scale: float,
     window_size: tuple[int, int],
-    enable_gqa: bool,
+    enable_gqa: bool = False,
 ) -> Tensor:
     """What torch says of its kernel for rows of many lengths: the last query of a part sees the last key of the part."""
     assert ends.dtype == key_ends.dtype == torch.int32 and (most, most_keys) == (ends.diff().max(), key_ends.diff().max())
-    assert enable_gqa and scale == 0.3 and all(tensor.stride(-1) == 1 for tensor in (query, key, value))
+    assert (
+        enable_gqa == (len(key[0]) < len(query[0]))
+        and scale == 0.3
+        and all(tensor.stride(-1) == 1 for tensor in (query, key, value))
+    )
     found = torch.zeros_like(query)
     for part in range(len(ends) - 1):
         own, seen = slice(*ends[part : part + 2].tolist()), slice(*key_ends[part : part + 2].tolist())
-        keys, values = (tensor[seen].repeat_interleave(2, dim=1) for tensor in (key, value))
+        shared = len(query[0]) // len(key[0])
+        keys, values = (tensor[seen].repeat_interleave(shared, dim=1) for tensor in (key, value))
         before = len(keys) - len(query[own])
         back = torch.arange(before, len(keys))[:, None] - torch.arange(len(keys))
         left, right = window_size
@@ -103,9 +110,29 @@ def documented(
     return found
 
 
+def varlen_of_211(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: None = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:
+    """The signature in torch 2.11, which shares no keys among heads."""
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize("kernel", [varlen.varlen_attn, varlen_of_211], ids=["torch", "torch 2.11"])
 @pytest.mark.parametrize("window", [None, 1, 3, 17, 500])
-def test_what_a_gpu_kernel_is_told_gives_the_attention_of_rows(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "varlen_attn", create_autospec(varlen.varlen_attn, side_effect=documented))
+def test_what_a_gpu_kernel_is_told_gives_the_attention_of_rows(
+    window: int | None, kernel: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", create_autospec(kernel, side_effect=documented))
     rows, draw = PackedRows.of(LENGTHS, PROMPTS, SAME, CPU), torch.Generator().manual_seed(3)
     heads = [torch.randn(count, int(rows.ends[-1]), SIZE, generator=draw, dtype=torch.float64) for count in (4, 2, 2)]
     query, key, value = (tensor.transpose(0, 1) for tensor in heads)

@@ -1,6 +1,7 @@
 """A sharded run opens its model shard by shard: with the values of `from_pretrained`, and with the memory of its shards."""
 
 from collections.abc import Callable, Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from rlgen.errors import ProcessError
 from rlgen.files import read_json
 from rlgen.models.lora import adapter_tensors
 from rlgen.models.parts import part
-from rlgen.models.sharding import mesh_of, read_by_slices
+from rlgen.models.policy import Policy
+from rlgen.models.sharding import GATHERING, mesh_of, read_by_slices
 from rlgen.models.tiny import ARCHITECTURES, build_tiny
 from rlgen.models.weights import base_digest, own_tensors
 from rlgen.processes import Processes
@@ -49,6 +51,13 @@ def olmo_hybrid(folder: Path) -> Path:
 
 def group_of(rank: int, world: int) -> Processes:
     return Processes(rank=rank, world=world, device=torch.device("cpu"), timeout=1, group=None, store=None)
+
+
+@pytest.mark.parametrize("method", GATHERING)
+def test_what_gathers_shards_takes_an_argument(method: str) -> None:
+    """On a GPU, FSDP2 moves the arguments of each call to the device, and fails where there are none (measured on an H200)."""
+    _, *others = signature(getattr(Policy, method)).parameters.values()
+    assert [one for one in others if one.default is one.empty]
 
 
 @pytest.fixture
