@@ -284,7 +284,7 @@ def by_kernel(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scali
     from torch.nn.attention.varlen import varlen_attn  # loads the kernels of a GPU
 
     (queries, most), (places, keys, most_keys) = rows.queries, rows.keys
-    grouped = {}
+    grouped: dict[str, Any] = {}
     if key.shape[1] != query.shape[1]:
         if "enable_gqa" in signature(varlen_attn).parameters:
             grouped["enable_gqa"] = True
