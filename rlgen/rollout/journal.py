@@ -22,6 +22,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -300,8 +301,9 @@ class Journal:
     def flush(self, step: int) -> None:
         """Waits until all that this process has written for `step` is on disk. Raises CheckpointError."""
         for path in (self.path(step), self.start_path(step)):
-            with written(path):
-                for place in (path, self.folder) if path.exists() else ():
+            # `retire` may remove it at any time: the rollouts, on disk by then, have its records.
+            with written(path), suppress(FileNotFoundError):
+                for place in (path, self.folder):
                     flush_to_disk(place)
 
     def close(self) -> None:

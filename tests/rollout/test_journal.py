@@ -32,6 +32,7 @@ from helpers.scripted import dialogue
 from rlgen.engines.base import EngineCapabilities
 from rlgen.engines.plan import EnginePlan
 from rlgen.errors import CheckpointError
+from rlgen.files import flush_to_disk
 from rlgen.models.weights import bits
 from rlgen.processes import EngineShare, Processes
 from rlgen.recipe import Recipe
@@ -143,6 +144,21 @@ def test_a_journal_that_cannot_be_written_or_is_a_link_is_an_error_of_the_disk(t
     journal.folder = tmp_path / "gone"
     with pytest.raises(CheckpointError, match=r"gone/step_000001.bin cannot be written: .*free space or change run.dir"):
         answer_each(journal, 1)
+
+
+def test_a_file_that_is_retired_while_a_save_flushes_it_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save is written in the background: the rollouts of the next step may be on disk before it has flushed their journal."""
+    journal = opened(tmp_path)
+    answer_each(journal, 2)
+
+    def retired_before(path: Path) -> None:
+        if path.is_file():
+            path.unlink()
+        flush_to_disk(path)
+
+    monkeypatch.setattr("rlgen.rollout.journal.flush_to_disk", retired_before)
+    journal.flush(2)
+    assert not (tmp_path / "step_000002.bin").exists()
 
 
 def test_many_threads_write_whole_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,17 +35,18 @@ def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_an_old_run_is_resumed_and_read(old: Path) -> None:
     assert "refill: 1" in (old / "resolved.yaml").read_text() and "groups/replaced" in (old / "metrics.jsonl").read_text()
-    said = rlgen("train", "recipe.yaml", "--resume", "--set", "run.steps=4")
-    assert "rollout.refill is called rollout.dynamic_sampling now" in said and "4 of 4 steps" in said
+    said = rlgen("train", "recipe.yaml", "--resume", "--set", "run.steps=5", "--set", "checkpoint={every: 1, keep: 2}")
+    assert "rollout.refill is called rollout.dynamic_sampling now" in said and "5 of 5 steps" in said
     assert "dynamic_sampling: 1" in (old / "resolved.yaml").read_text()
-    assert [record["step"] for record in read_jsonl(old / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert [record["step"] for record in read_jsonl(old / "metrics.jsonl")] == [1, 2, 3, 4, 5]
     assert all("is/ratio_max" in record and "is/raw_max" not in record for record in read_records(old / "metrics.jsonl"))
-    assert rollout_steps(old / "rollouts") == [1, 2, 3, 4]
+    assert rollout_steps(old / "rollouts") == [1, 2, 3, 4, 5]
 
     for step in ("3", "4"):  # one of the old code, one of today's
         assert "recorded" in rlgen("replay", "old", "--step", step)
         assert "answer" in rlgen("rollouts", "old", "--step", step)
-    assert "the same to the last bit" in rlgen("replay", "old", "--step", "4")  # step 3 may be of another processor
-    assert "4 steps" in rlgen("report", "old", "--out", "report.html")
+    # From the checkpoint of step 4, because steps 1 to 3 may be of another processor.
+    assert "the same to the last bit" in rlgen("replay", "old", "--step", "5")
+    assert "5 steps" in rlgen("report", "old", "--out", "report.html")
     shutil.copytree(old, old.with_name("copy"))
     assert "copy" in rlgen("compare", "old", "copy")
