@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
@@ -59,6 +60,18 @@ def units(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, bool]]:
             yield name, module, True
         elif any(parameter is not None for parameter in module._parameters.values()):
             yield name, module, False
+
+
+def units_in_turn(model: PreTrainedModel) -> Iterator[tuple[nn.Module, list[nn.Module], bool]]:
+    """Yields what `units` does, with the modules whose weights are there while it runs.
+
+    FSDP2 gathers the experts of a layer apart from it if processes divide them: they are a unit of their own.
+    """
+    for _, unit, whole in units(model):
+        apart = [part for part in unit.modules() if whole and part is not unit and isinstance(part, FSDPModule)]
+        own = set(unit.modules() if whole else [unit]) - {module for part in apart for module in part.modules()}
+        yield from ((part, list(part.modules()), True) for part in apart)
+        yield unit, [module for module in unit.modules() if module in own], whole
 
 
 @contextmanager
@@ -140,6 +153,7 @@ class OtherForward:
     as_they_are: frozenset[Place]  # of these, those that the architecture never rounds
     held: torch.dtype
     dtype: torch.dtype
+    run: Callable[..., Any] | None  # instead of the `forward` of the module's class: one that sends tokens to experts
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own `forward` with its arguments; floating point ones are converted to `dtype`."""
@@ -147,7 +161,7 @@ class OtherForward:
             return round_to(nn.Embedding.forward(self.module, *args, **kwargs), self.held).to(self.dtype)
         args, kwargs = tree_map_only(Tensor, self.converted, (args, kwargs))
         with replaced(self.weights, self.rounded):
-            return type(self.module).forward(self.module, *args, **kwargs)
+            return self.run(*args, **kwargs) if self.run else type(self.module).forward(self.module, *args, **kwargs)
 
     def rounded(self, place: Place, weight: Tensor) -> Tensor:
         exact = place in self.as_they_are or not weight.is_floating_point()
@@ -173,13 +187,14 @@ def computed_in(model: PreTrainedModel, held: torch.dtype, dtype: torch.dtype) -
     with torch.no_grad(), ExitStack() as undo:
         undo.callback(setattr, model.config, "_experts_implementation", model.config._experts_implementation)
         model.config._experts_implementation = "eager"  # the grouped product of experts has no kernel for float64
-        for _, unit, whole in list(units(model)):
-            weights = [(part, name) for part in (unit.modules() if whole else [unit]) for name in part._parameters]
+        for unit, modules, whole in list(units_in_turn(model)):
+            weights = [(part, name) for part in modules for name in part._parameters]
             before = vars(unit).get("forward")
             kept = frozenset(weights) - frozenset(before.rounded) if isinstance(before, HalfForward) else frozenset()
             # Tables for ids are not products: 8 bits are for the layers.
             of_unit = torch.bfloat16 if held == FP8 and not whole else held
-            unit.forward = OtherForward(unit, weights, kept, of_unit, dtype)
+            run = before if isinstance(unit, FSDPModule) else None
+            unit.forward = OtherForward(unit, weights, kept, of_unit, dtype, run)
             if before is None:
                 undo.callback(delattr, unit, "forward")
             else:

@@ -1,11 +1,13 @@
 """Parts of sharded tensors (DTensor): what this process holds of them, and how it is cut out of a whole tensor or a file."""
 
-from typing import Any, TypeAlias
+from collections.abc import Iterable
+from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+T = TypeVar("T", bound=Tensor)
 Stored: TypeAlias = Any  # a Tensor, or a tensor in a safetensors file that has not been read (`get_slice`, which has no type)
 
 
@@ -17,6 +19,14 @@ def whole(tensor: Tensor) -> Tensor:
 def part(tensor: Tensor) -> Tensor:
     """Returns this process's part of a tensor, sharing its memory: its shard, or the whole tensor if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def by_mesh(tensors: Iterable[T]) -> list[list[T]]:
+    """Returns tensors grouped by the processes that share them: torch's operations on lists take one mesh at a time."""
+    groups = dict[Any, list[T]]()
+    for tensor in tensors:
+        groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return list(groups.values())
 
 
 def part_like(full: Tensor, tensor: Tensor) -> Tensor:

@@ -5,13 +5,15 @@ process ever holds the whole model: its peak is its shards, and the largest tens
 """
 
 import torch
+import transformers
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
 
-from rlgen.errors import ProcessError
+from rlgen.errors import ProcessError, SetupError
 from rlgen.models.half import HALF, compute_as_held
 from rlgen.models.parts import part
 from rlgen.models.policy import Policy
@@ -39,8 +41,27 @@ def mesh_of(processes: Processes, count: int | None) -> DeviceMesh:
     return init_device_mesh(kind, (world // count, count), mesh_dim_names=("replicate", "shard"))
 
 
-def shard(policy: Policy, mesh: DeviceMesh) -> None:
+def mesh_of_experts(processes: Processes, count: int | None) -> DeviceMesh | None:
+    """Returns the processes as a mesh [shard, experts]: `count` neighbours divide the experts of a layer among them. None: nobody
+    does. All processes must call this together.
+
+    Raises:
+        ProcessError: the processes cannot be divided into groups of `count`.
+    """
+    if count is None:
+        return None
+    if processes.world % count:
+        raise ProcessError(
+            f"processes.experts {count} needs a multiple of {count} processes, but {processes.world} run: set it to a divisor of"
+            f" {processes.world}"
+        )
+    return init_device_mesh(processes.device.type, (processes.world // count, count), mesh_dim_names=("shard", "experts"))
+
+
+def shard(policy: Policy, mesh: DeviceMesh, experts: DeviceMesh | None = None) -> None:
     """Shards the policy in place: each layer, an embedding that is not tied, then the rest (last norm and head).
+
+    With a mesh for `experts`, each process keeps its experts while layers compute, and tokens travel to them.
 
     A tied head shares its embedding's parameter. A layer's tensors are gathered only while it computes: every process must run
     the same number of forward passes. Outside of `forward` and the methods of `GATHERING` all parameters are DTensors. A
@@ -50,6 +71,9 @@ def shard(policy: Policy, mesh: DeviceMesh) -> None:
     if policy.dtype == HALF:
         compute_as_held(policy.model)
         precision = MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    if experts is not None:
+        for module in divide_experts(policy.model, experts["experts"]):
+            fully_shard(module, mesh=experts["shard"], mp_policy=precision)
     layers, embedding = set(policy.model._no_split_modules or ()), policy.model.get_input_embeddings()
     tied = embedding.weight is policy.model.get_output_embeddings().weight
     for module in list(policy.modules()):
@@ -62,6 +86,29 @@ def shard(policy: Policy, mesh: DeviceMesh) -> None:
             module.set_force_sum_reduction_for_comms(True)
     for method in GATHERING:
         register_fsdp_forward_method(policy, method)
+
+
+def divide_experts(model: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
+    """Gives each process of `mesh` its experts of each layer, by the model's own plan, and returns what holds them.
+
+    The plan sends each token to the processes of its experts, and back (`all_to_all`). An expert's gradient is there the sum over
+    the tokens of all of them.
+
+    Raises:
+        SetupError: the installed transformers cannot do it for this model.
+    """
+    before = {module: vars(module).get("forward") for module in model.modules()}
+    plan: dict[str, str] = getattr(model, "ep_plan", {})  # since transformers 5.19
+    why = f"processes.experts: transformers {transformers.__version__} cannot divide the experts of {type(model).__name__}"
+    if "ep_dispatch_experts" not in plan.values():
+        raise SetupError(f"{why}; remove it, and each process gathers all experts")
+    from transformers.distributed.tensor_parallel import apply_expert_parallelism
+
+    try:
+        apply_expert_parallelism(model, mesh, None, plan)
+    except ValueError as error:
+        raise SetupError(f"{why}: {error}; set it to another number of processes, or remove it") from error
+    return [module for module, forward in before.items() if vars(module).get("forward") is not forward]
 
 
 def send_gradients(policy: Policy, now: bool, defer: bool) -> None:

@@ -44,6 +44,11 @@ REFUSED = by_word(
         "an engine of this kind has no server; set engine.kind to server": "engine.url",
         "a recipe holds no secrets: engine.token_env names the environment variable that holds the token": "engine.api_key",
         "did you mean `every`?": "eval.steps",
+        "the trainer splits no layer or sequence over processes; `strategy: fsdp` divides weights, and `experts` their experts": (
+            "processes.tensor processes.tensor_parallel_size processes.tp_size processes.context processes.context_parallel_size"
+            " processes.cp_size processes.sequence_parallel_size processes.pipeline_parallel_size processes.pp_size"
+        ),
+        "did you mean `experts`?": "processes.expert_parallel_size processes.ep_size processes.expert_parallel",
         "did you mean `group_size`?": "eval.n",
         "pass@k is computed for each power of two up to `group_size`": "eval.k",
         "did you mean `source`?": "eval.dataset data.path data.data_files data.train",

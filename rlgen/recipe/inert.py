@@ -49,7 +49,7 @@ def _of_sections(recipe: Recipe) -> Iterator[Inert]:
         yield "data: template_args chat_template", why, "remove it, or set data.chat to true"
     if recipe.processes.strategy == "ddp":
         why = "with processes.strategy ddp: each process holds all weights, and sends gradients once"
-        yield "processes: shard defer_sync", why, "remove it, or set processes.strategy to fsdp"
+        yield "processes: shard experts defer_sync", why, "remove it, or set processes.strategy to fsdp"
     if not recipe.rollouts.every:
         places = " ".join(f"{place}.samples" for place in range(len(recipe.sinks)))
         why = "with rollouts.every 0: tables show the rollouts that are written"

@@ -301,6 +301,9 @@ class ProcessesRecipe(Strict):
     shard: Count | None = None
     """fsdp: number of processes that divide the weights, such as those of one machine. They are neighbouring ranks. Each further
     group of as many processes holds the same shards. None: all processes."""
+    experts: Count | None = None
+    """fsdp: number of processes that divide the experts of each layer (expert parallelism). Tokens are sent to their experts and
+    back, instead of the experts to all processes. None: nobody divides them."""
     defer_sync: bool = False
     """fsdp: send gradients once, after the last micro-batch of an update, instead of after each one. This sends less. It takes 4
     bytes more for each parameter, because each process adds up whole gradients."""

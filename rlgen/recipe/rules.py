@@ -276,6 +276,18 @@ def _processes(recipe: Recipe) -> Findings:
         if count == 1:
             what = f"{path} fsdp shards the model over several processes, but processes.count is 1"
             yield Finding(path, what, f"{ddp}, or processes.count to 2 or more")
+        if (experts := recipe.processes.experts) is not None:
+            remove = "remove processes.experts"
+            if shard is not None:
+                yield Finding(
+                    "processes.experts", "processes.experts divides experts over all processes", "remove processes.shard"
+                )
+            if recipe.model.lora is not None:
+                what = "processes.experts has not been tried with an adapter"
+                yield Finding("processes.experts", what, f"{remove}, or model.lora")
+            if experts == 1 or (count is not None and count % experts):
+                what = f"processes.experts {experts} divides no experts over {count or 'several'} processes"
+                yield Finding("processes.experts", what, f"set it to a divisor of the number of processes, or {remove}")
     if count is not None and shard is not None and count % shard:
         what = f"processes.shard {shard} does not divide processes.count {count}"
         yield Finding("processes.shard", what, f"set processes.shard to a divisor of {count}, or remove it")

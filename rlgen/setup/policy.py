@@ -20,7 +20,7 @@ from rlgen.models.lora import add_adapter, is_adapted
 from rlgen.models.memory_errors import memory_for
 from rlgen.models.packing import can_pack
 from rlgen.models.policy import TRIED, BasePolicy, Policy
-from rlgen.models.sharding import mesh_of, move_buffers, read_by_slices, shard
+from rlgen.models.sharding import mesh_of, mesh_of_experts, move_buffers, read_by_slices, shard
 from rlgen.models.vision import Vision, of_vision, reads_images
 from rlgen.models.weights import base_digest, bits
 from rlgen.processes import Processes
@@ -53,10 +53,11 @@ def open_policies(
     """Loads the policy from model.path; if it is sharded, its reference too, since a sharded policy cannot be copied."""
     sharded = settings.processes.strategy == "fsdp" and processes.world > 1
     mesh = mesh_of(processes, settings.processes.shard) if sharded else None
+    experts = mesh_of_experts(processes, settings.processes.experts) if sharded else None
     policy = (
         processes.run_all(lambda: build_policy(settings, location, prompts, processes.device))
         if mesh is None
-        else open_shards(settings, location, mesh, processes, prompts, True, say)
+        else open_shards(settings, location, mesh, processes, prompts, True, say, experts)
     )
     pack_alike(policy, processes)
     if checkpoint:  # one of another model is refused early
@@ -67,7 +68,7 @@ def open_policies(
     if needs_reference and base is None:  # an adapter's checkpoint stores the digest of its base itself
         processes.run_all(lambda: same_reference(location, weights, began_with))
     if mesh is not None and needs_reference and base is None:
-        reference = open_shards(settings, location, mesh, processes, prompts, False, say)
+        reference = open_shards(settings, location, mesh, processes, prompts, False, say, experts)
         pack_alike(reference, processes)
     held = None if base is None or not sharded else base_digest(policy.model, gather=False)
     return Policies(policy=policy, reference=reference, sharded=sharded, base=base, held=held, weights=weights)
@@ -81,9 +82,10 @@ def open_shards(
     prompts: Sequence[NDArray[np.int32]],
     trained: bool,
     say: Callable[[str], None],
+    experts: DeviceMesh | None = None,
 ) -> Policy:
     """Loads this process's shards of the model, and checks that rlgen knows how it computes logits."""
-    policy = processes.run_all(lambda: build_shards(settings, location, mesh, trained, say))
+    policy = processes.run_all(lambda: build_shards(settings, location, mesh, trained, say, experts))
     with memory_for("a forward pass of eight tokens", settings.memory_advice("load"), SetupError):
         processes.run_all(lambda: policy.check(TRIED), has_collectives=True)
     processes.run_all(lambda: compile_and_pack(settings, policy, prompts), has_collectives=True)
@@ -139,7 +141,14 @@ def pack_alike(policy: Policy, processes: Processes) -> None:
         policy.unpack(reasons[0])
 
 
-def build_shards(settings: TrainSettings, location: str, mesh: DeviceMesh, trained: bool, say: Callable[[str], None]) -> Policy:
+def build_shards(
+    settings: TrainSettings,
+    location: str,
+    mesh: DeviceMesh,
+    trained: bool,
+    say: Callable[[str], None],
+    experts: DeviceMesh | None = None,
+) -> Policy:
     """Loads this process's shards of the policy, in the dtypes of `build_policy`; with `trained` False of its frozen reference.
 
     Under an adapter the frozen weights are sharded, and each process holds the whole adapter.
@@ -154,7 +163,7 @@ def build_shards(settings: TrainSettings, location: str, mesh: DeviceMesh, train
         # transformers ties only what has values: FSDP2 would hold a tied weight twice, and an update would reach one of the two.
         model.tie_weights()
         policy = Policy(model.requires_grad_(trained and wanted.lora is None), dtype, wanted.fp32_head)
-        shard(policy, mesh)
+        shard(policy, mesh, experts)
         return policy
 
     def divide(model: PreTrainedModel) -> None:

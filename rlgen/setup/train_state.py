@@ -13,6 +13,7 @@ from transformers import get_scheduler
 from rlgen.algorithms.base import Algorithm
 from rlgen.errors import SetupError
 from rlgen.models.memory_errors import memory_for
+from rlgen.models.parts import by_mesh
 from rlgen.models.policy import BasePolicy, Policy
 from rlgen.processes import Processes
 from rlgen.recipe.models import OptimRecipe
@@ -59,7 +60,8 @@ def open_optimizer(optim: OptimRecipe, steps: int, policy: Policy) -> tuple[Opti
         optimizer = adamw_8bit(trained, optim.learning_rate, optim.weight_decay)
     else:
         # Fused: one kernel for all tensors, and no scratch of their size. A resumed run goes on with what its checkpoint says.
-        optimizer = torch.optim.AdamW(trained, lr=optim.learning_rate, weight_decay=optim.weight_decay, fused=True)
+        groups = [{"params": some} for some in by_mesh(trained)]
+        optimizer = torch.optim.AdamW(groups, lr=optim.learning_rate, weight_decay=optim.weight_decay, fused=True)
     # With the name `constant`, transformers ignores the warm-up.
     name = "constant_with_warmup" if optim.schedule == "constant" and optim.warmup_steps else optim.schedule
     return optimizer, get_scheduler(name, optimizer, optim.warmup_steps, steps)

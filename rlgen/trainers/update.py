@@ -19,8 +19,8 @@ from rlgen.losses.correction import Mismatch, importance_weight
 from rlgen.losses.inputs import LossInputs, onto
 from rlgen.metrics import Metric
 from rlgen.models.memory_errors import Phase, memory_for
+from rlgen.models.parts import by_mesh, whole
 from rlgen.models.parts import part as own_part
-from rlgen.models.parts import whole
 from rlgen.models.policy import Policy
 from rlgen.models.sharding import send_gradients
 from rlgen.models.weights import all_finite
@@ -244,7 +244,9 @@ class Updater:
         """All-reduces the gradients that are not sharded, and returns the norm of all over all processes, the same in each."""
         with memory_for("the sum of the gradients", self.less_memory("optimizer"), SetupError):
             self._add_gradients(part.with_gradient)
-            return get_total_norm([parameter.grad for parameter in self.policy.parameters() if parameter.grad is not None])
+            gradients = by_mesh(parameter.grad for parameter in self.policy.parameters() if parameter.grad is not None)
+            norms = [get_total_norm(some) for some in gradients]
+            return norms[0] if len(norms) == 1 else torch.stack(list(map(whole, norms))).norm()
 
     def _skip(self, part: UpdateResult, norm: float | None, update: int) -> SkippedUpdate:
         gradients = [(name, parameter.grad) for name, parameter in self.policy.named_parameters()]
@@ -266,7 +268,8 @@ class Updater:
 
         def move() -> bool:
             with memory_for("the optimizer step", self.less_memory("optimizer"), SetupError):
-                clip_grads_with_norm_(self.policy.parameters(), self.max_grad_norm, norm)
+                for some in by_mesh(self.policy.parameters()):
+                    clip_grads_with_norm_(some, self.max_grad_norm, norm)
                 self.optimizer.step()
             return all_finite(parameter for parameter in self.policy.parameters() if parameter.requires_grad)
 

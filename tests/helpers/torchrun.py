@@ -15,8 +15,7 @@ from torch import Tensor
 from helpers.rollouts import rollout_rows
 from helpers.spread import SPREAD
 from helpers.waiting import until
-from rlgen.models.load import WEIGHT_SHARDS
-from rlgen.run.state import whole_shards
+from rlgen.run.whole import whole_checkpoint
 
 TESTS = Path(__file__).parent.parent
 PATHS = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
@@ -147,10 +146,9 @@ def same_rollouts(ours: Path, theirs: Path) -> bool:
 def weights(run: Path, step: int = 2) -> dict[str, Tensor]:
     """Those of the model, put together where each process has written shards, or of the adapter."""
     folder = run / "checkpoints" / f"step_{step:06d}"
-    if (folder / WEIGHT_SHARDS).is_dir():
-        return whole_shards(folder / WEIGHT_SHARDS)
-    (file,) = folder.glob("*model.safetensors")
-    return load_file(file)
+    with whole_checkpoint(folder, run / "whole") as whole:
+        (file,) = whole.glob("*model.safetensors")
+        return load_file(file)
 
 
 def farthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:

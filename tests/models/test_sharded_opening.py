@@ -20,12 +20,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, OlmoHybridConfig, PreTrainedModel, Qwen3Config
 
 from rlgen.engines.transfer import FILE_BYTES
-from rlgen.errors import ProcessError
+from rlgen.errors import ProcessError, SetupError
 from rlgen.files import read_json
 from rlgen.models.lora import adapter_tensors
 from rlgen.models.parts import part
 from rlgen.models.policy import Policy
-from rlgen.models.sharding import GATHERING, mesh_of, read_by_slices
+from rlgen.models.sharding import GATHERING, mesh_of, mesh_of_experts, read_by_slices
 from rlgen.models.tiny import ARCHITECTURES, build_tiny
 from rlgen.models.weights import base_digest, own_tensors
 from rlgen.processes import Processes
@@ -115,6 +115,37 @@ def test_a_process_reads_its_rows_of_each_tensor(name: str, world: int, as_last_
     assert isinstance(model.get_input_embeddings(), FSDPModule) != tied
     merged = name in {"mixtral", "glm4_moe"}  # four experts, each a tensor of its own in the file
     assert bool(said) == (merged and world == 3), "of four experts a third process would hold none"
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_process_reads_its_experts(name: str, count: int, as_last_of: Callable[[int], Processes]) -> None:
+    """The last of four: with two that share the experts, the other two hold the same ones, and half of each."""
+    folder, processes = str(build_tiny(name)), as_last_of(4)
+    full = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+    settings, mesh = TrainSettings.of(sharded(folder)), mesh_of(processes, None)
+    model = build_shards(settings, folder, mesh, True, print, mesh_of_experts(processes, count)).model
+    for key, shard in model.named_parameters():
+        assert torch.equal(part(shard), rows_of_last(full[key], 4)), key
+        assert (part(shard).ndim == 3) == ("experts." in key) == (shard.device_mesh.ndim == 2), key
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "said"),
+    [
+        ("qwen3", 2, "cannot divide the experts of Qwen3ForCausalLM; remove it"),
+        ("mixtral", 8, "Cannot evenly shard 4 experts across 8 .*; set it to another number"),
+    ],
+)
+def test_experts_that_cannot_be_divided_are_refused(
+    name: str, count: int, said: str, as_last_of: Callable[[int], Processes]
+) -> None:
+    folder, processes = str(build_tiny(name)), as_last_of(8)
+    experts = mesh_of_experts(processes, count)
+    with pytest.raises(SetupError, match=f"processes.experts: transformers .* {said}"):
+        build_shards(TrainSettings.of(sharded(folder)), folder, mesh_of(processes, None), True, print, experts)
+    with pytest.raises(ProcessError, match="experts 3 needs a multiple of 3 processes, but 8 run"):
+        mesh_of_experts(processes, 3)
 
 
 @pytest.mark.parametrize("name", QUICK)

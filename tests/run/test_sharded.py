@@ -33,9 +33,11 @@ WAYS = {
     "packed": "",
     "adapter": "model.lora.rank=8",
     "pairs": 'trainer={"kind":"online_dpo"}',
+    "experts": "model.path=tiny:qwen3_moe",
 }
 PADDED, HALF = "optim.packing=false", "model.dtype=bfloat16"
 SHARDED, COPIES, DEFERRED = "processes.strategy=fsdp", "processes.shard=2", "processes.defer_sync=true"
+DIVIDED, QUARTERED = (f"{SHARDED} processes.experts={count} {WAYS['experts']}" for count in (2, 4))
 FIRST = "run.steps=1"  # so that the run is resumed at step 1
 # A group fills a micro-batch: they are the same in one process as in two. In bfloat16, other neighbours are other rounding.
 GROUPS = "optim.micro_batch_tokens=100"
@@ -56,7 +58,10 @@ SLOW = {
         *(f"train {name}_ddp {words}" for name, words in WAYS.items()),
         *(f"train half_adapter{name} {HALF} {WAYS['adapter']} {words}" for name, words in (("", SHARDED), ("_ddp", ""))),
         *(f"train half{name} {HALF} {words}" for name, words in (("", SHARDED), ("_ddp", ""))),
+        *(f"train experts_divided{name} {DIVIDED} {end}" for name, end in (("", ""), ("_resumed", FIRST), ("_resumed", ""))),
+        f"train half_experts {DIVIDED} {HALF}",
         *(f"doctor {name}_healthy {SHARDED} {words}" for name, words in [*WAYS.items(), ("half", HALF)]),
+        f"doctor divided_healthy {DIVIDED}",
         "replay adapter_resumed 2",
     ],
     3: [f"train {name} {SHARDED} {words}" for name, words in [*WAYS.items(), ("packed_padded", PADDED)]],
@@ -65,6 +70,8 @@ SLOW = {
         *(f"train packed_copies {SHARDED} {COPIES} {end}" for end in (FIRST, "")),
         f"train packed_deferred_copies {SHARDED} {COPIES} {DEFERRED}",
         f"train adapter_copies {SHARDED} {COPIES} {WAYS['adapter']}",
+        f"train experts_divided {DIVIDED}",
+        f"train experts_quartered {QUARTERED}",
     ],
 }
 
@@ -229,12 +236,18 @@ def test_in_bfloat16_the_first_update_is_that_of_whole_weights(slow: dict[int, P
 
 
 @pytest.mark.slow
+def test_divided_experts_train_in_bfloat16(slow: dict[int, Path]) -> None:
+    records = read_jsonl(slow[2] / "half_experts" / "metrics.jsonl")
+    assert all(record["grad_norm"] > 0 and not record["sentinel/drift"] for record in records)
+
+
+@pytest.mark.slow
 def test_an_adapter_over_shards_is_that_over_whole_weights(slow: dict[int, Path]) -> None:
     assert farthest(weights(slow[2] / "adapter_resumed"), weights(slow[2] / "adapter_ddp")) <= 1e-5
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [*WAYS, "half"])
+@pytest.mark.parametrize("way", [*WAYS, "half", "divided"])
 def test_doctor_and_replay_in_other_ways(slow: dict[int, Path], way: str) -> None:
     ours, theirs = read_json(slow[2] / f"{way}_healthy.json")
     assert ours == theirs and {verdict for _, verdict in ours} <= {"ok", "not needed", "not measurable"}
