@@ -57,6 +57,8 @@ from rlgen.run.state import (
     seed_random,
     set_random,
     stored_tensors,
+    trained_tensors,
+    written_here,
 )
 from rlgen.run.writing import Writer, random_name
 from rlgen.types import Position
@@ -152,9 +154,10 @@ class Checkpoints:
         settle: Callable[[], None] = lambda: None,
         processor: ProcessorMixin | None = None,
     ) -> Path:
-        """Takes a snapshot, starts to write it in a thread, and returns the final path. `complete` tells when it is written.
+        """Starts to save in a thread, and returns the final path. `complete` tells when it is written.
 
-        Waits first until the save before is complete, and raises its error.
+        The thread copies the weights and the optimizer's state first. The next step of `optimizer` waits for that; nothing else
+        may change them until then. Waits first until the save before is complete, and raises its error.
 
         Args:
             settle: called in the main process, in the writing thread, before the checkpoint is complete. It must return only when
@@ -173,8 +176,10 @@ class Checkpoints:
                 at=at,
                 schedule=deepcopy(schedule.state_dict()),
                 draws=draws,
-                weights=self._room.weights(model, processes.is_main),
-                moments=self._room.copies(moments, processes.is_main),
+                room=self._room,
+                weights=written_here(trained_tensors(model), processes.is_main),
+                moments=written_here(moments, processes.is_main),
+                optimizer=optimizer,
                 settle=settle,
                 clock=clock,
             )
@@ -207,7 +212,9 @@ class Checkpoints:
         try:
             self.processes.run_all(writer.result, keepalive=True)
         finally:
-            self._writer = None if writer.ended else writer
+            if writer.ended:
+                self._writer = None
+                writer.release()
         self._longest = max(self._longest, writer.elapsed)
         return True
 

@@ -227,8 +227,11 @@ class Room:
         self._held: dict[str, Tensor] = {}
 
     @torch.no_grad()
+    def copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies tensors into contiguous CPU buffers; of sharded ones, the local shards. The next save overwrites them."""
+        return {name: self._copy(name, tensor) for name, tensor in tensors.items()}
+
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
-        """Copies a tensor into a contiguous CPU buffer; of a sharded one, the local shard. The next save overwrites it."""
         held = self._held.get(name)
         if held is None or (held.shape, held.dtype) != (tensor.shape, tensor.dtype):
             if isinstance(tensor, DTensor):
@@ -238,14 +241,12 @@ class Room:
         part(held).copy_(part(tensor.detach()))
         return held
 
-    def weights(self, model: PreTrainedModel, is_main: bool) -> dict[str, Tensor]:
-        """Returns copies of the weights that this process writes, see `copies`."""
-        return self.copies(adapter_tensors(model) if is_adapted(model) else own_tensors(model), is_main)
 
-    def copies(self, tensors: Mapping[str, Tensor], is_main: bool) -> dict[str, Tensor]:
-        """Returns copies of what this process writes: shards that no earlier process holds; whole tensors in the main one."""
+def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the weights that a checkpoint has: those of the adapter, if there is one."""
+    return adapter_tensors(model) if is_adapted(model) else own_tensors(model)
 
-        def writes(tensor: Tensor) -> bool:
-            return first_copy(tensor) if isinstance(tensor, DTensor) else is_main
 
-        return {name: self._copy(name, tensor) for name, tensor in tensors.items() if writes(tensor)}
+def written_here(tensors: Mapping[str, Tensor], is_main: bool) -> dict[str, Tensor]:
+    """Returns what this process writes: shards that no earlier process holds; whole tensors in the main one."""
+    return {name: tensor for name, tensor in tensors.items() if (first_copy(tensor) if isinstance(tensor, DTensor) else is_main)}

@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import InitVar, asdict, dataclass, field
 from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 import rlgen
@@ -29,7 +31,7 @@ from rlgen.models.weights import base_digest, non_finite
 from rlgen.processes import Processes
 from rlgen.run.clock import PhaseClock
 from rlgen.run.manifest import File, hashed, seal
-from rlgen.run.state import OPTIMIZER_SHARDS, is_sharded, model_facts, save_shards
+from rlgen.run.state import OPTIMIZER_SHARDS, Room, is_sharded, model_facts, save_shards
 from rlgen.types import Position
 
 if TYPE_CHECKING:
@@ -46,7 +48,8 @@ class GivenUpError(Exception):
 class Writer:
     """Writes what one process has of one checkpoint, in a thread beside the loop, and stores how that ended.
 
-    `schedule` to `moments` are the snapshot: copies of what the loop goes on to change.
+    `schedule` and `draws` are copies of what the loop goes on to change. The thread replaces `weights` and `moments` by copies
+    while the loop samples. The next step of `optimizer` waits until it has.
     """
 
     checkpoints: "Checkpoints"
@@ -54,8 +57,10 @@ class Writer:
     at: Position
     schedule: Mapping[str, Any]
     draws: list[dict[str, Tensor]]  # random states by rank
+    room: Room
     weights: dict[str, Tensor]  # unsharded, in the main process; or its shards, in each
     moments: dict[str, Tensor]  # the same
+    optimizer: InitVar[Optimizer]
     settle: Callable[[], None]  # returns when everything that the checkpoint relies on is on disk
     clock: PhaseClock  # runs since the save began
     taken: float = field(default_factory=time.time)  # when the snapshot was taken
@@ -65,9 +70,12 @@ class Writer:
     seconds: float | None = None  # from the start of `clock` to the end of the thread; None: it is running
     leaving: Event = field(default_factory=Event)  # set when the loop has failed: other processes may be gone
     _given_up: Event = field(default_factory=Event)
+    _copied: Event = field(default_factory=Event)  # or given up
     _ended: Event = field(default_factory=Event)
+    _hook: RemovableHandle = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, optimizer: Optimizer) -> None:
+        self._hook = optimizer.register_step_pre_hook(lambda *_: self.wait_copied())
         self.adapted = is_adapted(self.model)
         self.sharded = is_sharded(self.model) and not self.adapted
 
@@ -76,10 +84,22 @@ class Writer:
         if self.processes.is_main or self.of_all:
             Thread(target=self._run, name=f"save-{self.at.step}").start()
         else:
+            self._copied.set()
             self._ended.set()
+
+    def wait_copied(self) -> None:
+        """Waits until the thread no longer reads what an update changes."""
+        self._copied.wait()
+
+    def release(self) -> None:
+        """Lets the optimizer's steps no longer wait; called once the thread has ended."""
+        self._hook.remove()
 
     def _run(self) -> None:
         try:
+            self.weights = self.room.copies(self.weights)
+            self.moments = self.room.copies(self.moments)
+            self._copied.set()
             if self.processes.is_main:
                 self._write()
             else:
@@ -87,6 +107,7 @@ class Writer:
         except BaseException as error:
             self.error = error
         finally:
+            self._copied.set()
             self.seconds = self.clock.seconds
             self._ended.set()
 

@@ -245,7 +245,7 @@ class Updater:
         with memory_for("the sum of the gradients", self.less_memory("optimizer"), SetupError):
             self._add_gradients(part.with_gradient)
             gradients = by_mesh(parameter.grad for parameter in self.policy.parameters() if parameter.grad is not None)
-            norms = [get_total_norm(some) for some in gradients]
+            norms = [get_total_norm(some) for some in gradients or [[]]]  # nothing to learn: 0
             return norms[0] if len(norms) == 1 else torch.stack(list(map(whole, norms))).norm()
 
     def _skip(self, part: UpdateResult, norm: float | None, update: int) -> SkippedUpdate:

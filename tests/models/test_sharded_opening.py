@@ -30,7 +30,7 @@ from rlgen.models.tiny import ARCHITECTURES, build_tiny
 from rlgen.models.weights import base_digest, own_tensors
 from rlgen.processes import Processes
 from rlgen.recipe.models import LoraRecipe
-from rlgen.run.state import Room, load_model_weights
+from rlgen.run.state import load_model_weights, written_here
 from rlgen.setup.policy import build_policy, build_shards
 from rlgen.setup.settings import TrainSettings
 
@@ -187,8 +187,8 @@ def test_of_equal_shards_the_first_are_written(
     folder, mesh = str(build_tiny("qwen3")), mesh_of(as_last_of(world), count)
     assert mesh.mesh.tolist() == ([0, 1] if count is None else [[0, 1], [2, 3]])
     shards = dict(build_shards(TrainSettings.of(sharded(folder)), folder, mesh, True, print).model.named_parameters())
-    copied = Room().copies(shards | {"whole": torch.zeros(1)}, is_main=False)
-    assert set(copied) == (set(shards) if writes else set())
+    written = written_here(shards | {"whole": torch.zeros(1)}, is_main=False)
+    assert set(written) == (set(shards) if writes else set())
 
 
 def test_processes_that_cannot_be_divided_are_refused() -> None:

@@ -46,7 +46,7 @@ class Gate:
             return manifest
 
         monkeypatch.setattr(writing, "seal", held)
-        before(Room, "weights", lambda *_: self.events.append("copied"), monkeypatch.setattr)
+        before(writing.Writer, "start", lambda *_: self.events.append("begun"), monkeypatch.setattr)
 
 
 @pytest.fixture
@@ -56,8 +56,24 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     held.opened.set()
 
 
+def test_an_update_waits_until_the_save_before_it_has_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, checkpoints, go, waited = parts(), Checkpoints(tmp_path, 2, Processes.alone()), threading.Event(), list[bool]()
+    learn(*mine)
+    first = state(*mine)
+    before(Room, "copies", lambda *_: waited.append(go.wait(HANGS)), monkeypatch.setattr)
+    checkpoints.save(position(1), mine[0], byte_tokenizer(), *mine[1:])
+    threading.Timer(0.3, go.set).start()
+    learn(*mine)
+    assert go.is_set() and checkpoints.complete(wait=True) and waited == [True, True]
+    again = parts()
+    load_checkpoint(checkpoints.folder.path(1), *again)
+    assert equal(state(*again), first) and not equal(state(*mine), first)
+    go.clear()
+    learn(*mine)  # waits for nothing: no save is going on
+
+
 def test_what_is_written_is_what_was_when_the_save_began(tmp_path: Path, gate: Gate) -> None:
-    """The loop trains on and draws on while the writer is busy, and takes the next snapshot only after it."""
+    """The loop trains on and draws on while the writer is busy, and begins the next save only after it."""
     mine, checkpoints = parts(), Checkpoints(tmp_path, 2, Processes.alone())
     learn(*mine)
     first = state(*mine)
@@ -70,7 +86,7 @@ def test_what_is_written_is_what_was_when_the_save_began(tmp_path: Path, gate: G
     assert not any(torch.equal(now[name], first[name]) for name in first if name.endswith(("exp_avg", "proj.weight")))
     threading.Timer(0.3, gate.opened.set).start()
     save_parts(checkpoints, 2, mine)
-    assert gate.events == ["copied", "sealed 1", "copied", "sealed 2"] and not gate.waited_in_vain
+    assert gate.events == ["begun", "sealed 1", "begun", "sealed 2"] and not gate.waited_in_vain
     assert not checkpoints.complete(wait=True), "there is nothing more"
     for step, saved in ((1, first), (2, now)):
         again = parts()
