@@ -19,6 +19,9 @@ from rlgen.types import MicroBatch, Sample
 # to 480, padding then stays below 10 % of the completion tokens (tests/rollout/test_batch.py).
 LAUNCH_TOKENS = 48
 LAUNCH_SHARE = 0.005
+IN_ORDER = 1.03  # the most that processes compute or wait, as a share of the mean, for which groups stay in order
+TRIED = 8  # units for each move
+MOVES = 16  # of single rows for each process, at most, after that
 BALANCE = 1.02  # the most that a process computes, as a share of the mean, for which packed groups are not divided further
 
 
@@ -114,30 +117,47 @@ def deal(
 
     if world == 1:
         return [plan(units, lengths, budget, prompts)]
-    hands = balanced(units, world, cost, prompts)
-    most = max(len(plan(hand, lengths, budget, prompts)) for hand in hands)
-    while True:  # every process waits for the slowest in each pass
-        divided = [balanced(hand, most, cost, prompts) if prompts else sliced(hand, most, cost) for hand in hands]
-        if all(len(part) < 2 or tokens(part) <= budget for mine in divided for part in mine):
-            break
-        most += 1
-    full = [[[row for unit in part for row in unit] for part in mine if part] for mine in divided]
-    plans = [even(mine, most, len(units[0])) for mine in full]
-    return [sorted(mine, key=lambda rows: -cost(rows)) for mine in plans]
+
+    def passes(hands: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]]:
+        most = max(len(plan(hand, lengths, budget, prompts)) for hand in hands)
+        while True:  # every process waits for the slowest in each pass
+            divided = [balanced(hand, most, cost, prompts) if prompts else sliced(hand, most, cost) for hand in hands]
+            if all(len(part) < 2 or tokens(part) <= budget for mine in divided for part in mine):
+                break
+            most += 1
+        full = [[[row for unit in part for row in unit] for part in mine if part] for mine in divided]
+        plans = [even(mine, most, len(units[0])) for mine in full]
+        return [sorted(mine, key=lambda rows: -cost(rows)) for mine in plans]
+
+    if prompts is not None:  # groups that stay in order stay, for the most part, in the process that has sampled them
+        found = passes([[units[place] for place in share] for share in neighbours(list(map(cost, units)), world)])
+        costs = [[cost(rows) for rows in mine] for mine in found]
+        if sum(map(max, zip(*costs, strict=True))) <= IN_ORDER * sum(map(sum, costs)) / world:
+            return found
+    return passes(balanced(units, world, cost, prompts))
 
 
 def sliced(units: Sequence[Sequence[int]], count: int, cost: Callable[[Sequence[int]], float]) -> list[list[Sequence[int]]]:
     """Cuts units, sorted by cost, into `count` parts of about equal cost: neighbours need little padding."""
-    parts: list[list[Sequence[int]]] = [[] for _ in range(count)]
-    share, before = sum(map(cost, units)) / count, 0.0
-    for unit in sorted(units, key=cost):
-        parts[min(int((before + cost(unit) / 2) / share), count - 1)].append(unit)
-        before += cost(unit)
-    return parts
+    ordered = sorted(units, key=cost)
+    return [[ordered[place] for place in share] for share in neighbours(list(map(cost, ordered)), count)]
+
+
+def neighbours(costs: Sequence[float], count: int) -> list[list[int]]:
+    """Divides items into `count` shares of about equal cost, each of which follows the one before it."""
+    shares: list[list[int]] = [[] for _ in range(count)]
+    share, before = sum(costs) / count, 0.0
+    for place, cost in enumerate(costs):
+        shares[min(int((before + cost / 2) / share), count - 1)].append(place)
+        before += cost
+    return shares
 
 
 def balanced(
-    units: Sequence[Sequence[int]], world: int, cost: Callable[[Sequence[int]], float], prompts: Prompts | None
+    units: Sequence[Sequence[int]],
+    world: int,
+    cost: Callable[[Sequence[int]], float],
+    prompts: Prompts | None,
 ) -> list[list[Sequence[int]]]:
     """Divides units among processes by cost. Packed groups stay whole, or as whole as the balance allows."""
     of_group: dict[int, list[Sequence[int]]] = {}
@@ -145,15 +165,37 @@ def balanced(
         of_group.setdefault(place if prompts is None else int(prompts.group[unit[0]]), []).append(unit)
     pieces, best, least = list(of_group.values()), [list(units)], np.inf
     while True:
-        costs = [cost([row for unit in piece for row in unit]) for piece in pieces]
-        shares = differencing(costs, world)
-        highest = max(sum(costs[place] for place in share) for share in shares)
-        if highest < least:
-            best, least = [[unit for place in sorted(share) for unit in pieces[place]] for share in shares], highest
+        shares = differencing([cost([row for unit in piece for row in unit]) for piece in pieces], world)
+        found = [[unit for place in sorted(share) for unit in pieces[place]] for share in shares]
+        found = found if prompts is None else levelled(found, cost)
+        costs = [cost([row for unit in share for row in unit]) for share in found]  # pieces of a group share their prompt again
+        if max(costs) < least:
+            best, least = found, max(costs)
         halves = [half for piece in pieces for half in (piece[: len(piece) // 2], piece[len(piece) // 2 :]) if half]
-        if highest <= BALANCE * sum(costs) / world or len(halves) == len(pieces):
+        if max(costs) <= BALANCE * sum(costs) / world or len(halves) == len(pieces):
             return best
         pieces = halves
+
+
+def levelled(shares: Sequence[Sequence[Sequence[int]]], cost: Callable[[Sequence[int]], float]) -> list[list[Sequence[int]]]:
+    """Moves single units from the costliest share to the cheapest while that lowers the cost of the costliest."""
+    found = [list(share) for share in shares]
+
+    def of(share: Sequence[Sequence[int]]) -> float:
+        return cost([row for unit in share for row in unit])
+
+    costs = [of(share) for share in found]
+    for _ in range(MOVES * len(found)):
+        most, least = int(np.argmax(costs)), int(np.argmin(costs))
+        half, tried = (costs[most] - costs[least]) / 2, []
+        for place in sorted(range(len(found[most])), key=lambda place: abs(cost(found[most][place]) - half))[:TRIED]:
+            giver, taker = found[most][:place] + found[most][place + 1 :], [*found[least], found[most][place]]
+            tried.append((max(of(giver), of(taker)), place, giver, taker))
+        highest, _, giver, taker = min(tried, default=(np.inf, 0, [], []))
+        if highest >= costs[most]:
+            break
+        found[most], found[least], costs[most], costs[least] = giver, taker, of(giver), of(taker)
+    return found
 
 
 def differencing(costs: Sequence[float], count: int) -> list[list[int]]:

@@ -33,7 +33,7 @@ from rlgen.run import clock, writing
 from rlgen.run.checkpoint import Checkpoints, seed_random
 from rlgen.run.console import Console
 from rlgen.run.signals import LEAST, MARGIN, Deadline, StopNow, StopRequest
-from rlgen.run.state import Room
+from rlgen.run.writing import Writer
 from rlgen.setup import attempt, policy, trainer, trainer_and_engine
 from rlgen.trainers import loop
 from rlgen.trainers.collect import Collector
@@ -59,8 +59,8 @@ PHASES: dict[str, tuple[Any, str, int, int]] = {
     "window": (TrainBatch, "of", 2, 2),
     "backward": (Updater, "_run", 2, 2),
     "sync": (loop, "send_weights", 2, 2),
-    "save": (Room, "weights", 1, 2),
-    "last save": (Room, "weights", 2, 3),
+    "save": (Writer, "start", 1, 2),
+    "last save": (Writer, "start", 2, 3),
     "writing": (writing, "seal", 2, 3),  # beside the loop, which waits for the last one
 }
 
@@ -329,7 +329,7 @@ def test_a_run_saves_before_its_deadline(recipe_file: Path, monkeypatch: pytest.
     directory, turned = recipe_file.parent / "run", Turned(monkeypatch)
     turned.takes(500.0, Sampler, "groups")
     turned.takes(1500.0, Updater, "_run")
-    turned.takes(1000.0, Room, "weights")
+    turned.takes(1000.0, Writer, "start")
     turned.takes(2000.0, writing, "seal")
     began = time.time() + 1e6  # long enough before a time that is past, however long it takes to begin
     monkeypatch.setattr(attempt, "Deadline", partial(Deadline, now=lambda: began + turned.now))
@@ -401,7 +401,7 @@ def test_a_deadline_hears_of_steps_and_of_their_saves_apart(recipe_file: Path, m
     turned, heard = Turned(monkeypatch), []
     turned.takes(0.25, Sampler, "groups")
     turned.takes(1.5, Updater, "_run")
-    turned.takes(1.0, Room, "weights")
+    turned.takes(1.0, Writer, "start")
     turned.takes(3.0, writing, "seal")
     save = Checkpoints.save
 

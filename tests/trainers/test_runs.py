@@ -22,7 +22,7 @@ from rlgen.rewards.score import EarlyScoring
 from rlgen.rollout.sampler import Sampler
 from rlgen.run import clock
 from rlgen.run.rollouts import RolloutWriter
-from rlgen.run.state import Room
+from rlgen.run.writing import Writer
 from rlgen.setup import trainer
 from rlgen.trainers import loop, update
 from rlgen.trainers.train_batch import TrainBatch
@@ -168,7 +168,7 @@ def test_the_seconds_of_a_step_are_those_of_its_phases(recipe_file: Path, monkey
     takes(16.0, RolloutWriter, "write")
     takes(32.0, Sampler, "before_sync")
     takes(64.0, loop, "send_weights")
-    takes(128.0, Room, "weights")
+    takes(128.0, Writer, "start")
     directory = run(recipe_file, "engine={kind: transformers}", "checkpoint.every=1")
     records = read_jsonl(directory / "metrics.jsonl")
     found = [{key[5:]: value for key, value in record.items() if key.startswith("time/")} for record in records]
