@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-MOST = 0.20  # of the whole
+MOST = 0.05  # of the whole
 SAVES = 5
 
 

@@ -277,7 +277,8 @@ def test_replay_closes_the_gap_in_bfloat16(name: str, capsys: pytest.CaptureFixt
     with capsys.disabled():
         print(f"\n{name} bfloat16 {half}\n{name} float32 {full}")
     assert half["routed otherwise"] > 0.001
-    # What is left is what rounding explains: half of the mean, or more where processors round more or a shared expert computes most.
+    # What is left is what rounding explains: half of the mean, or more where a processor rounds more or a shared expert computes
+    # most.
     assert half["with"]["mean"] <= half["rounding"] < half["without"]["mean"]
     assert half["with"]["max"] <= 0.5 * half["without"]["max"]
     assert full["with"]["mean"] <= full["without"]["mean"] + 1e-8 and full["with"]["max"] <= full["without"]["max"] + 1e-6
