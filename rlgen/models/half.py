@@ -193,7 +193,7 @@ def computed_in(model: PreTrainedModel, held: torch.dtype, dtype: torch.dtype) -
             kept = frozenset(weights) - frozenset(before.rounded) if isinstance(before, HalfForward) else frozenset()
             # Tables for ids are not products: 8 bits are for the layers.
             of_unit = torch.bfloat16 if held == FP8 and not whole else held
-            run = before if isinstance(unit, FSDPModule) else None
+            run = before if isinstance(unit, FSDPModule) and not isinstance(before, HalfForward) else None
             unit.forward = OtherForward(unit, weights, kept, of_unit, dtype, run)
             if before is None:
                 undo.callback(delattr, unit, "forward")
