@@ -203,7 +203,8 @@ def test_a_servers_node_is_killed(nodes: Nodes, undisturbed: Path, folder: Path,
 @pytest.mark.slow
 def test_servers_on_nodes_sample_as_one_here(undisturbed: Path) -> None:
     assert same_rollouts(undisturbed / "servers", undisturbed / "alone")
-    assert farthest(weights(undisturbed / "servers", 8), weights(undisturbed / "alone", 8)) <= 1e-6
+    within = 2e-6  # twice what the run of four steps is held to: rounding adds up, and two processes add in another order
+    assert farthest(weights(undisturbed / "servers", 8), weights(undisturbed / "alone", 8)) <= within
 
 
 @pytest.mark.slow

@@ -71,7 +71,7 @@ def nothing_is_left() -> Iterator[None]:
     words = [" ".join(process.cmdline()) for process in left]
     for process in left:
         process.kill()
-    assert not words
+    assert not words, words
 
 
 def is_of_rlgen(process: psutil.Process) -> bool:
