@@ -48,7 +48,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Long files with few tests: begun first, so that no core waits for the other at the end (`make test`).
 LONG: list[str] = ["test_recipes", "test_learning", "test_processes", "test_process_faults", "test_server_faults", "test_resume"]
 LONG += ["test_prove_resume", "test_signals", "test_parity", "test_ladder", "test_watch", "test_lora_runs"]
-LONG += ["test_make", "test_serve", "test_numbers", "test_paths", "test_sharded"]
+LONG += ["test_make", "test_serve", "test_numbers", "test_two_processes", "test_paths", "test_sharded"]
 
 RECIPE = """\
 run: {name: test, steps: 2}

@@ -48,7 +48,7 @@ def test_an_unhealthy_pair_gets_a_name_and_exit_6(recipe_file: Path, capsys: pyt
 
 @pytest.mark.slow
 def test_several_processes_print_one_report_and_one_fault(recipe_file: Path) -> None:
-    """What they find of sharded weights is tested faster in tests/run/test_sharded.py."""
+    """What they find of sharded weights is tested faster in tests/run/test_two_processes.py."""
 
     def doctor(*words: str) -> subprocess.CompletedProcess[str]:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "rlgen"]

@@ -219,6 +219,7 @@ def test_200_steps(fleet: list[StandIn], said: list[str], monkeypatch: pytest.Mo
     assert min(done[kind] for kind in ("killed", "stopped", "slow")) >= 20
 
 
+@pytest.mark.slow
 def test_two_processes_lose_a_server_together(tmp_path: Path) -> None:
     well(launch(Path(__file__).with_name("fleet_worker.py"), tmp_path))
     main, other = read_json(tmp_path / "found.json")

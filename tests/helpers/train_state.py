@@ -11,12 +11,13 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LinearLR
 
 from rlgen.models.lora import add_adapter
+from rlgen.models.parts import part, part_like
 from rlgen.models.policy import Policy
 from rlgen.models.sharding import mesh_of, shard
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.processes import Processes
 from rlgen.recipe.models import LoraRecipe
-from rlgen.run.checkpoint import Checkpoints
+from rlgen.run.checkpoint import Checkpoints, load_checkpoint
 from rlgen.types import Position
 
 Parts = tuple[Any, AdamW, LinearLR]
@@ -40,6 +41,19 @@ def learn(model: Any, optimizer: AdamW, schedule: LinearLR, updates: int = 1) ->
         schedule.step()
 
 
+def learn_together(own: Parts) -> None:
+    """An update by gradients that follow from the weights, the same in each number of processes."""
+    model, optimizer, schedule = own
+    for parameter in model.parameters():
+        noise = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())) - 0.5
+        gradient = parameter.detach().clone()
+        part(gradient).add_(part_like(noise, parameter))
+        parameter.grad = gradient
+    optimizer.step()
+    optimizer.zero_grad()
+    schedule.step()
+
+
 def state(model: Module, optimizer: AdamW, schedule: LinearLR) -> dict[str, Tensor]:
     """A copy of all that a checkpoint must bring back."""
     moments = {f"{n}/{k}": v for n, p in model.named_parameters() for k, v in optimizer.state[p].items()}
@@ -59,3 +73,9 @@ def position(step: int) -> Position:
 def save_parts(checkpoints: Checkpoints, step: int, own: Parts) -> Path:
     """Saves them, and waits until the checkpoint is complete."""
     return save(checkpoints, position(step), own[0], byte_tokenizer(), *own[1:])
+
+
+def loaded(path: Path) -> dict[str, Tensor]:
+    own = parts()
+    load_checkpoint(path, *own)
+    return state(*own)

@@ -1,19 +1,23 @@
 """Processes that train one recipe in several ways, one after the other: torchrun sharded_worker.py RECIPE FOLDER DEED...
 
-    train NAME KEY=VALUE...    FOLDER/NAME is then a run directory; the name of a run that is there goes on with it
+    train NAME KEY=VALUE...    FOLDER/NAME is then a run directory; the name of a run that is there goes on with it. The recipe is
+                               FOLDER/NAME.yaml, where that exists
     doctor NAME KEY=VALUE...   FOLDER/NAME.json is what the checks of `rlgen doctor` found in each process
     replay NAME STEP           FOLDER/NAME.json is what differs from the step that the run NAME has recorded
     refuse NAME KEY=VALUE...   FOLDER/NAME.json is how each process computes rows, if the last one refuses to pack them
+    damage NAME                see `damage`; FOLDER/NAME has the checkpoints, FOLDER/NAME.json what each process resumes from
 
 A deed is one argument, its words separated by blanks.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from helpers.in_processes import train_in
 from helpers.samples import TEXTS
 
@@ -25,6 +29,7 @@ from rlgen.models import policy
 from rlgen.models.load import locate
 from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
+from rlgen.run.checkpoint import Checkpoints
 from rlgen.setup.policy import open_policies
 from rlgen.setup.replay import Past, replay
 from rlgen.setup.settings import TrainSettings
@@ -60,18 +65,48 @@ def refused(recipe: Path, overrides: list[str], processes: Processes) -> Any:
     return [[one.packed, one.unpacked, one.model.config._attn_implementation] for one in both]
 
 
+def damage(folder: Path, processes: Processes) -> Any:
+    """Two checkpoints; in the newer one a bit is wrong in a file that the last process has written."""
+    from helpers.train_state import learn_together, parts, save_parts  # imports what only this needs
+
+    own, checkpoints = parts(sharded_by=processes), Checkpoints(folder, 9, processes)
+    for step in (1, 2):
+        learn_together(own)
+        path = save_parts(checkpoints, step, own)
+    if processes.is_main:
+        file = sorted((path / "state" / "weights").iterdir())[-1]
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    processes.gather([None])
+    chosen = checkpoints.choose()
+    return [chosen.step, [path.name for path in chosen.later], *chosen.notices]
+
+
+def opened_again(processes: Processes) -> Processes:
+    """After a run with vLLM in the process, which has closed the process groups together with its engine."""
+    if dist.is_initialized():
+        return processes
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1)
+    return Processes.open(60)
+
+
 def main(recipe: Path, folder: Path, deeds: Sequence[str]) -> None:
     torch.set_num_threads(1)
     processes = Processes.open(60)
     for deed in deeds:
+        processes = opened_again(processes)
         what, name, *words = deed.split()
+        own = folder / f"{name}.yaml"
         if what == "train":
-            train_in(folder / name, load_recipe(recipe, words), processes)
+            train_in(folder / name, load_recipe(own if own.exists() else recipe, words), processes)
             continue
         if what == "doctor":
             found = doctor(recipe, folder, words, processes)
         elif what == "replay":
             found = replayed(folder / name, int(words[0]), processes)
+        elif what == "damage":
+            found = damage(folder / name, processes)
         else:
             found = refused(recipe, words, processes)
         of_all = processes.gather([found])

@@ -1,9 +1,6 @@
-"""Processes that save sharded weights: shards_worker.py WHAT FOLDER ...
+"""Processes that save sharded weights three times: torchrun shards_worker.py FOLDER SMALL MODEL
 
-learn FOLDER STEP             two updates from the checkpoint of STEP, if that is not 0, and a checkpoint of STEP + 2
-damage FOLDER                 checkpoints of steps 1 and 2, a bit of the last process's weights of step 2 changed; choice.json
-                              is what each process resumes from
-measure FOLDER SMALL MODEL    saves three times; measured.json has bytes and seconds of each process
+FOLDER/measure.json then has the bytes and seconds of each process. SMALL is a model on which everything is imported before.
 """
 
 import sys
@@ -15,46 +12,18 @@ import torch
 from helpers.anonymous import give_back, watched
 from helpers.recipes import recipe_for
 from helpers.samples import TEXTS
-from helpers.train_state import Parts, parts, position, save_parts
+from helpers.train_state import Parts, position
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LinearLR
 
 from rlgen.algorithms.registry import build_algorithm
 from rlgen.files import write_json
-from rlgen.models.parts import part, part_like
+from rlgen.models.parts import part
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.processes import Processes
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.setup.policy import open_policies
 from rlgen.setup.settings import TrainSettings
-
-
-def learn_together(own: Parts) -> None:
-    """An update by gradients that follow from the weights, the same in each number of processes."""
-    model, optimizer, schedule = own
-    for parameter in model.parameters():
-        noise = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())) - 0.5
-        gradient = parameter.detach().clone()
-        part(gradient).add_(part_like(noise, parameter))
-        parameter.grad = gradient
-    optimizer.step()
-    optimizer.zero_grad()
-    schedule.step()
-
-
-def damage(folder: Path, processes: Processes) -> Any:
-    own, checkpoints = parts(sharded_by=processes), Checkpoints(folder, 9, processes)
-    for step in (1, 2):
-        learn_together(own)
-        path = save_parts(checkpoints, step, own)
-    if processes.is_main:
-        file = sorted((path / "state" / "weights").iterdir())[-1]
-        content = bytearray(file.read_bytes())
-        content[-1] ^= 1
-        file.write_bytes(content)
-    processes.gather([None])
-    chosen = checkpoints.choose()
-    return processes.gather([[chosen.step, [path.name for path in chosen.later], *chosen.notices]])
 
 
 def measure(folder: Path, model: str, processes: Processes) -> Any:
@@ -84,19 +53,16 @@ def measure(folder: Path, model: str, processes: Processes) -> Any:
     return processes.gather([{"shards": shards, "saves": rows}])
 
 
-def main(what: str, folder: Path, *rest: str) -> None:
+def main(folder: Path, small: str, model: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(1)
     processes = Processes.open(60)
-    if what == "damage":
-        found = damage(folder, processes)
-    else:
-        measure(folder / "small", rest[0], processes)  # imports what it takes
-        found = measure(folder / "large", rest[1], processes)
+    measure(folder / "small", small, processes)
+    found = measure(folder / "large", model, processes)
     if processes.is_main:
-        write_json(folder / f"{what}.json", found)
+        write_json(folder / "measure.json", found)
     processes.close()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
+    main(Path(sys.argv[1]), *sys.argv[2:])

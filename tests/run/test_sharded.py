@@ -12,16 +12,10 @@ from helpers.torchrun import PRECISE, farthest, launch, recipe_of, torchrun, wei
 from safetensors.torch import load_file
 from torch import Tensor, tensor
 
-from rlgen.analysis.run import read_run
-from rlgen.cli.evaluate import evaluate_target
-from rlgen.cli.export import export_command
 from rlgen.files import read_json
 from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
 from rlgen.run.manifest import check_files
-from rlgen.setup.change import with_changes
-from rlgen.setup.evaluation import evaluate_model
-from rlgen.setup.replay import Past, replay
 
 SECTIONS = """\
 trainer: {kind: grpo, beta: 0.05}
@@ -41,14 +35,6 @@ DIVIDED, QUARTERED = (f"{SHARDED} processes.experts={count} {WAYS['experts']}" f
 FIRST = "run.steps=1"  # so that the run is resumed at step 1
 # A group fills a micro-batch: they are the same in one process as in two. In bfloat16, other neighbours are other rounding.
 GROUPS = "optim.micro_batch_tokens=100"
-FAST = [
-    *(f"train {name} {SHARDED} {WAYS[name]}" for name in ("packed", "adapter")),
-    f"train half {SHARDED} {HALF} {FIRST} {GROUPS}",
-    f"doctor healthy {SHARDED}",
-    f"refuse refused {SHARDED}",
-    "replay packed 2",
-    f"train vllm {SHARDED} {HALF} engine.kind=colocated trainer.kind=rloo",  # the last: vLLM closes the process groups
-]
 # By number of processes.
 SLOW = {
     2: [
@@ -103,11 +89,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
 
 
 @pytest.fixture(scope="module")
-def fast(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return done(tmp_path_factory.mktemp("fast") / "2", 2, FAST)
-
-
-@pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     folder = tmp_path_factory.mktemp("sharded")
     return {world: done(folder / str(world), world, deeds) for world, deeds in SLOW.items()}
@@ -137,78 +118,6 @@ def same(ours: Path, theirs: Path) -> None:
             assert one[key] == pytest.approx(other[key], rel=1e-4, abs=1e-6), (one["step"], key)
     for step in (1, 2):
         check_files(ours / "checkpoints" / f"step_{step:06d}", hashes=True)
-
-
-@pytest.mark.path("grpo", "transformers", "fsdp", "float32", "packed", "full")
-@pytest.mark.path("grpo", "transformers", "fsdp", "float32", "packed", "lora")
-@pytest.mark.parametrize("way", ["packed", "adapter"])
-def test_two_processes_learn_on_default_settings_what_one_learns(fast: Path, alone: Alone, way: str) -> None:
-    same(fast / way, alone(way))
-    assert {record["tokens/padding"] for record in read_jsonl(fast / way / "metrics.jsonl")} == {0}, "rows are packed"
-
-
-def test_in_bfloat16_one_process_computes_the_same_but_for_rounding(fast: Path) -> None:
-    """On the same samples: an engine in bfloat16 samples otherwise in batches of another size."""
-    found = read_run(fast / "half")
-    past = Past.of(fast / "half", found.recipe, found.attempts, found.metrics)
-    whole, (sharded,) = replay(past, 1, None, print, Processes.alone()).metrics, found.metrics
-    for key in ("loss", "grad_norm", "entropy", "sampler/kl"):  # measured: grad_norm 1.2e-6, the others the same bits
-        assert sharded[key] == pytest.approx(whole[key], rel=1e-4), key
-
-
-@pytest.mark.path("rloo", "colocated", "fsdp", "bfloat16", "packed", "full")
-@pytest.mark.vllm
-def test_vllm_in_two_processes_takes_sharded_weights_in_bfloat16(fast: Path) -> None:
-    records = read_jsonl(fast / "vllm" / "metrics.jsonl")
-    assert [record["weights/version"] for record in records] == [1, 2]
-    assert all(
-        record["grad_norm"] > 0 and record["sampler/delta_mean"] > 0 and not record["sentinel/drift"] for record in records
-    )
-
-
-def test_doctor_finds_sharded_weights_healthy(fast: Path) -> None:
-    ours, theirs = read_json(fast / "healthy.json")
-    assert ours == theirs
-    assert [verdict for _, verdict in ours] == ["ok", "ok", "ok", "ok", "not needed", "ok", "ok"] and ours[-1][0] == "loss"
-
-
-@pytest.mark.parametrize(("name", "least", "most"), [("packed", 1e-7, 2e-6), ("adapter", 1e-7, 2e-6), ("half", 1e-3, 0.03)])
-def test_rounding_is_measured_on_sharded_weights(fast: Path, name: str, least: float, most: float) -> None:
-    noise = {rung["name"]: rung["noise"] for rung in read_run(fast / name).attempts[-1]["sentinel"]}
-    assert least < noise["same weights"]["mean"] < most
-
-
-def test_a_sharded_step_is_replayed_to_the_last_bit(fast: Path) -> None:
-    assert read_json(fast / "packed.json") == [{}, {}]
-
-
-def test_a_change_of_a_sharded_step_is_computed_in_one_process(fast: Path) -> None:
-    found = read_run(fast / "packed")
-    past = Past.of(fast / "packed", found.recipe, found.attempts, found.metrics)
-    changed, _ = with_changes(fast / "packed" / "resolved.yaml", past.recipe, ["trainer.beta=0.2"])
-    again, recorded = replay(past, 2, changed, print, Processes.alone()), found.metrics[1]
-    assert again.metrics["grad_norm"] == pytest.approx(recorded["grad_norm"], rel=1e-5)
-    # On policy the loss is that of the KL alone: four times beta.
-    assert again.change is not None and again.change.metrics["loss"] == pytest.approx(4 * recorded["loss"], rel=1e-3)
-
-
-def test_rows_are_packed_in_all_processes_or_in_none(fast: Path) -> None:
-    """Policy and reference; the last process refuses."""
-    assert read_json(fast / "refused.json") == [[[False, "not on this GPU", "sdpa"]] * 2] * 2
-
-
-def test_a_sharded_checkpoint_is_exported_and_evaluated(fast: Path, tmp_path: Path) -> None:
-    export_command(fast / "packed", tmp_path / "out", None, "float32", as_json=True)
-    written = load_file(tmp_path / "out" / "model.safetensors")
-    assert farthest(written, weights(fast / "packed")) == 0
-    recipe = load_recipe(
-        fast / "recipe.yaml", [SHARDED, "eval={source: 'task:sort', limit: 4}", f"model.path={tmp_path / 'out'}"]
-    )
-    found = evaluate_model(recipe.recipe, None, 2, tmp_path, None, print)
-    assert found.metrics["eval/sampler/delta_max"] < 1e-4
-    words = [SHARDED, "eval={source: 'task:sort', limit: 4}"]
-    _, direct = evaluate_target(fast / "packed", fast / "recipe.yaml", words, None, None, print)
-    assert direct.metrics["eval/reward/mean"] == found.metrics["eval/reward/mean"], "`rlgen eval` puts the shards together"
 
 
 def cases() -> list[Any]:

@@ -1,6 +1,5 @@
 """Each process saves the shards that it holds; any number of processes goes on with them, and one puts them together."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -8,69 +7,18 @@ import shards_worker
 import torch
 from helpers.slow import slow_but
 from helpers.torchrun import ALONE, farthest, launch, nothing_is_left, recipe, same_rollouts, torchrun, train, weights, well
-from helpers.train_state import equal, parts, state
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rlgen.errors import SetupError
 from rlgen.files import read_json
-from rlgen.models.load import WEIGHT_SHARDS, locate
+from rlgen.models.load import WEIGHT_SHARDS
 from rlgen.models.tiny import ARCHITECTURES, build_tiny
 from rlgen.models.weights import own_tensors
-from rlgen.processes import Processes
-from rlgen.run.checkpoint import Checkpoints, load_checkpoint
-from rlgen.run.manifest import check_files, read_manifest
+from rlgen.run.manifest import read_manifest
 from rlgen.run.state import save_shards
 from rlgen.run.whole import whole_checkpoint
 
 __all__ = ["nothing_is_left", "recipe"]
 BUCKET = 64 << 20  # bytes
-
-
-def together(world: int, *words: object) -> None:
-    well(launch(shards_worker.__file__, *words, launcher=torchrun(world), timeout=600))
-
-
-def loaded(path: Path) -> dict[str, torch.Tensor]:
-    own = parts()
-    load_checkpoint(path, *own)
-    return state(*own)
-
-
-@pytest.fixture(scope="module")
-def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two checkpoints of two processes; in the newer one a bit is wrong in a file that process 1 has written."""
-    folder = tmp_path_factory.mktemp("damaged")
-    together(2, "damage", folder)
-    return folder
-
-
-def test_one_process_goes_on_with_what_two_have_saved(damaged: Path) -> None:
-    path = damaged / "step_000001"
-    manifest = check_files(path, hashes=True)
-    names = {name: file.size for name, file in manifest.files.items()}
-    for kind in ("weights", "optimizer"):
-        sizes = [sum(names[name] for name in names if name.startswith(f"state/{kind}/shard-0000{rank}")) for rank in (1, 2)]
-        assert all(sizes) and max(sizes) < 1.2 * min(sizes), "each process has written its half"
-    assert manifest.processes == 2 and "config.json" in names and not [name for name in names if name.startswith("part_")]
-    assert not list(path.glob("*.safetensors")), "no process has put the weights together"
-    alone = parts()
-    shards_worker.learn_together(alone)
-    assert equal(loaded(path), state(*alone)), "to the last bit"
-
-
-def test_a_wrong_bit_of_one_process_is_found_and_the_one_before_is_used_by_all(damaged: Path) -> None:
-    one, other = read_json(damaged / "damage.json")
-    assert one == other
-    step, later, notice = one
-    assert (step, later) == (1, ["step_000002"])
-    assert "state/weights/shard-00002-model-00001-of-00001.safetensors has other bytes than were written" in notice
-    choice = Checkpoints(damaged, 9, Processes.alone()).choose()
-    assert choice.step == 1
-
-
-def test_a_checkpoint_of_shards_is_no_model(damaged: Path) -> None:
-    with pytest.raises(SetupError, match=r"step_000001 is a checkpoint of shards; `rlgen export` makes a model of them"):
-        locate(str(damaged / "step_000001"))
 
 
 @pytest.mark.parametrize("name", slow_but(ARCHITECTURES, "qwen3", "mixtral"))
@@ -90,15 +38,6 @@ def test_shards_are_put_together_to_what_a_run_without_them_writes(name: str, tm
 def test_an_unsharded_checkpoint_is_whole_already(tmp_path: Path) -> None:
     with whole_checkpoint(tmp_path, tmp_path / "whole") as folder:
         assert folder == tmp_path
-
-
-def test_a_sharded_checkpoint_of_before_is_read(damaged: Path, tmp_path: Path) -> None:
-    """It had the weights unsharded, beside the shards of the optimizer's state."""
-    path = shutil.copytree(damaged / "step_000001", tmp_path / "step_000001")
-    with whole_checkpoint(path, tmp_path / "whole") as folder:
-        shutil.copy(folder / "model.safetensors", path)
-    shutil.rmtree(path / WEIGHT_SHARDS)
-    assert equal(loaded(path), loaded(damaged / "step_000001"))
 
 
 @pytest.mark.slow
@@ -130,7 +69,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_save_takes_the_memory_of_the_shards(large: Path, tmp_path: Path, world: int) -> None:
-    together(world, "measure", tmp_path, build_tiny("qwen3"), large)
+    well(launch(shards_worker.__file__, tmp_path, build_tiny("qwen3"), large, launcher=torchrun(world), timeout=600))
     of_processes = read_json(tmp_path / "measure.json")
     for found in of_processes:
         print({"shards": found["shards"] >> 20}, [{**one, "peak": one["peak"] >> 20} for one in found["saves"]])
