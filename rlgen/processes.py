@@ -110,7 +110,11 @@ class Processes:
         """
         if self.world == 1:
             return list(items)
-        sent = [pickle.loads(part) for part in self._gather_bytes(pickle.dumps((caller(), list(items))))]
+        own = pickle.dumps((caller(), list(items)))
+        parts: list[Any] = [None] * self.world
+        dist.all_gather_object(parts, own, group=self.group)
+        self.traffic.received += sum(map(len, parts)) - len(own)
+        sent = [pickle.loads(part) for part in parts]
         if len({place for place, _ in sent}) > 1:
             ways = ", ".join(f"process {rank} at {place}" for rank, (place, _) in enumerate(sent))
             raise ProcessError(
@@ -119,25 +123,12 @@ class Processes:
             )
         return [item for _, of_rank in sent for item in of_rank]
 
-    def _gather_bytes(self, own: bytes) -> list[bytes]:
-        """Returns the bytes of each process, in order of rank. Each message is padded to the length of the longest."""
-        sizes = list(torch.zeros(self.world, 1, dtype=torch.long))
-        dist.all_gather(sizes, torch.tensor([len(own)]), group=self.group)
-        longest = int(max(sizes))
-        padded = torch.frombuffer(bytearray(own.ljust(longest)), dtype=torch.uint8)
-        received = list(torch.empty(self.world, longest, dtype=torch.uint8))
-        dist.all_gather(received, padded, group=self.group)
-        self.traffic.received += (self.world - 1) * (longest + sizes[0].nbytes)
-        return [part.numpy().tobytes()[: int(size)] for part, size in zip(received, sizes, strict=True)]
-
     def gather_rows(self, rows: NDArray[Any]) -> NDArray[Any]:
         """Returns the rows of all processes, in order of rank; for rows of a few numbers: every process receives all of them.
 
         `rows`: [b] of one structured or plain dtype, the same in all processes.
         """
-        if self.world == 1:
-            return rows
-        return np.concatenate([np.frombuffer(part, dtype=rows.dtype) for part in self._gather_bytes(rows.tobytes())])
+        return np.concatenate(self.gather([rows]))
 
     def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
         """Sends `parts[rank]` to each other process and returns what each sent to this one, in order of rank (all-to-all)."""
