@@ -55,7 +55,7 @@ def write_comparison(comparison: Comparison, charts: Sequence[Chart], by: str, p
             {
                 "of": f"{verdict.left} and {verdict.right}, {verdict.place}",
                 "sentence": verdict.sentence,
-                "basis": verdict.estimate.basis,
+                "basis": verdict.basis,
                 "higher": verdict.higher is not None,
             }
             for verdict in comparison.verdicts
