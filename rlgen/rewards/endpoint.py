@@ -118,10 +118,11 @@ class Endpoint:
                     f"rewards: judge: the environment variable {settings.key_env} is not set; set it to the key of the judge"
                 )
             self._headers["Authorization"] = f"Bearer {key}"
-        self._requests, self._tokens = (
-            None if budget is None else budget // world + (rank < budget % world)
-            for budget in (settings.budget_requests, settings.budget_tokens)
-        )
+        budgets = {"budget_requests": settings.budget_requests, "budget_tokens": settings.budget_tokens}
+        # By name: the budget of the run, and this process's share of it.
+        self._budgets = {
+            name: (whole, whole // world + (rank < whole % world)) for name, whole in budgets.items() if whole is not None
+        }
         self._at_once = asyncio.Semaphore(settings.concurrency)
         self._under_way: dict[str, Shared] = {}  # by the hash of the request
 
@@ -225,11 +226,8 @@ class Endpoint:
 
     def _check_budget(self) -> None:
         """Raises NoAnswer if the requests or the tokens of the run are spent."""
-        for name, spent, budget in (
-            ("budget_requests", self._answers.requests, self._requests),
-            ("budget_tokens", self._answers.tokens, self._tokens),
-        ):
-            if budget is not None and spent >= budget:
-                whole = self._settings.budget_requests if name == "budget_requests" else self._settings.budget_tokens
+        spent = {"budget_requests": self._answers.requests, "budget_tokens": self._answers.tokens}
+        for name, (whole, budget) in self._budgets.items():
+            if spent[name] >= budget:
                 share = "" if whole == budget else f", of which this process has {budget}"
                 raise NoAnswer(f"{name} {whole} is spent{share}; raise it, or set on_error to skip")
