@@ -7,14 +7,13 @@ that its error is raised in every process. Every wait for another process ends a
 
 import json
 import os
-import pickle
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from threading import Event
 from typing import Any, Literal, TypeVar
@@ -36,13 +35,6 @@ COUNT, FIRST = "failures", "first_failure"  # keys in the store
 LOST = ("Connection closed", "Connection reset", "Connection refused", "Broken pipe", "Timed out", "timeout", "Socket", "NCCL")
 
 
-@dataclass(slots=True)
-class Traffic:
-    """Bytes that this process has received from other processes, without gradient all-reduces and gathered weight shards."""
-
-    received: int = 0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processes:
     """The process group of a run, seen from one rank. With one process, every method runs its work locally and sends nothing."""
@@ -54,7 +46,6 @@ class Processes:
     group: dist.ProcessGroup | None  # gloo, for Python objects on the CPU; tensors of the model use torch's default group
     store: dist.Store | None  # stays readable after a process fails, but not after the launcher has ended
     peers: tuple[tuple[str, int, float], ...] = ()  # host, process id and start of each process, by rank
-    traffic: Traffic = field(default_factory=Traffic)
 
     @classmethod
     def alone(cls) -> "Processes":
@@ -110,11 +101,8 @@ class Processes:
         """
         if self.world == 1:
             return list(items)
-        own = pickle.dumps((caller(), list(items)))
-        parts: list[Any] = [None] * self.world
-        dist.all_gather_object(parts, own, group=self.group)
-        self.traffic.received += sum(map(len, parts)) - len(own)
-        sent = [pickle.loads(part) for part in parts]
+        sent: list[Any] = [None] * self.world
+        dist.all_gather_object(sent, (caller(), list(items)), group=self.group)
         if len({place for place, _ in sent}) > 1:
             ways = ", ".join(f"process {rank} at {place}" for rank, (place, _) in enumerate(sent))
             raise ProcessError(
@@ -141,7 +129,6 @@ class Processes:
         sent = torch.frombuffer(bytearray(b"".join(others)) or bytearray(1), dtype=torch.uint8)[: sizes[self.rank].sum()]
         received = torch.empty(int(sizes[:, self.rank].sum()), dtype=torch.uint8)
         dist.all_to_all_single(received, sent, sizes[:, self.rank].tolist(), sizes[self.rank].tolist(), group=self.group)
-        self.traffic.received += len(received)
         ends = sizes[:, self.rank].cumsum()
         found = [received[end - size : end].numpy().tobytes() for end, size in zip(ends, sizes[:, self.rank], strict=True)]
         found[self.rank] = parts[self.rank]
@@ -248,7 +235,6 @@ class Processes:
         result = values.detach().cpu().clone()
         ops = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
         dist.all_reduce(result, op=ops[op], group=self.group)
-        self.traffic.received += result.nbytes
         return result.to(values.device)
 
     @contextmanager

@@ -41,16 +41,12 @@ class PromptStream:
     over_long: tuple[int, ...]  # fewest and most tokens of the prompts that are too long; empty if there is none
     chats: int  # prompts that went through the chat template
     counts: Mapping[str, int]  # rows that were read, that were left out (by reason) and that are used; duplicates among these
-    prompt_ids: str
+    digest: str  # of the ids of all prompts, which changes when tokenizer, template or data change
     seed: int
     shuffle: bool
 
     def __len__(self) -> int:
         return len(self.table)
-
-    def digest(self) -> str:
-        """Returns the digest of the ids of all prompts, which changes when tokenizer, template or data change."""
-        return self.prompt_ids
 
     def take(self, start: int, count: int) -> list[Prompt]:
         """Returns the prompts at positions `start` to `start + count - 1`: take(0, 2) + take(2, 3) == take(0, 5)."""
@@ -144,7 +140,7 @@ def build_prompts(
         over_long=over_long,
         chats=made.facts["chats"],
         counts=counts,
-        prompt_ids=made.facts["prompt_ids"],
+        digest=made.facts["prompt_ids"],
         seed=seed,
         shuffle=data.shuffle,
     )

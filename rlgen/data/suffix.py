@@ -171,11 +171,6 @@ class Suffixes:
         except Exception as error:  # a template is a program and may raise anything
             raise Refused(f"{type(error).__name__}: {error}") from error
 
-    def _told(self, names: Sequence[str], answers: Sequence[str]) -> list[dict[str, Any]]:
-        if self.role == "tool":
-            return told(names, answers)
-        return [{"role": self.role, "content": answer} for answer in answers]
-
     def _whole(self, names: Sequence[str], answers: Sequence[str], kind: str, ongoing: bool = True, rounds: int = 1) -> str:
         """Returns the text of a question, and so many times of a turn of a kind and answers. Some templates accept arguments only
         as text, and some at most one call in a turn.
@@ -184,7 +179,7 @@ class Suffixes:
         for calls, as_text in itertools.product((names, names[:1]), (False, True)):
             said = turn(calls, kind, as_text)
             try:
-                return self._render([ASKED, *[said, *self._told(names, answers)] * rounds], ongoing)
+                return self._render([ASKED, *[said, *told(self.role, names, answers)] * rounds], ongoing)
             except Refused as error:
                 tried.append(error)
         raise tried[0]
@@ -274,11 +269,10 @@ def calls_of(calls: Mapping[int, tuple[str, Mapping[str, Any]]], as_text: bool =
     ]
 
 
-def told(names: Sequence[str], answers: Sequence[str]) -> list[dict[str, Any]]:
-    return [
-        {"role": "tool", "name": names[place], "tool_call_id": identifier(place), "content": answer}
-        for place, answer in enumerate(answers)
-    ]
+def told(role: str, names: Sequence[str], answers: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns answers as messages. Those of tools, `names`, say which call they answer."""
+    calls = [{"name": name, "tool_call_id": identifier(place)} if role == "tool" else {} for place, name in enumerate(names)]
+    return [{"role": role, **call, "content": answer} for call, answer in zip(calls, answers, strict=False)]
 
 
 def identifier(place: int) -> str:

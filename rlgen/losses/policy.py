@@ -5,6 +5,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from rlgen.losses.correction import log_ratio
 from rlgen.losses.inputs import LossInputs, Mean, Stats, Totals
 from rlgen.losses.kl import KL
 from rlgen.losses.masking import capped_exp, masked_means, select
@@ -87,7 +88,7 @@ def on_policy(x: LossInputs, advantages: Tensor, most: float) -> Tensor:
 
     A row of negative advantage ([B, 1]) is dropped if the mean of sampler - policy over its tokens exceeds `most` nats.
     """
-    scored = x.mask & x.sampler_logp.isfinite()
-    gap_BT = select(scored, x.sampler_logp) - select(scored, x.policy_logp.detach())
-    gap_B1 = gap_BT.sum(dim=1, keepdim=True) / x.mask.sum(dim=1, keepdim=True).clamp(min=1)
+    gap_B1 = -log_ratio(x.policy_logp, x.sampler_logp, x.mask).sum(dim=1, keepdim=True) / x.mask.sum(dim=1, keepdim=True).clamp(
+        min=1
+    )
     return (advantages >= 0) | (gap_B1 <= most)

@@ -63,14 +63,11 @@ class Answers:
 
     def keep(self, request: str, answer: str, tokens: int) -> None:
         """Stores an answer. Raises CheckpointError if it cannot be written."""
-        self._write({"request": request, "answer": answer, "tokens": tokens})
+        self.write({"request": request, "answer": answer, "tokens": tokens})
         self.known[request] = answer
         self.tokens += tokens
 
-    def lose(self, why: str) -> None:
-        self._write({"failed": why})
-
-    def _write(self, record: dict[str, str | int]) -> None:
+    def write(self, record: dict[str, str | int]) -> None:
         if self._path is not None:
             # Begins with a line end: the last line of a process that was killed may have none.
             with open_log(self._path) as file, written(self._path):
@@ -178,9 +175,9 @@ class Endpoint:
                 except Passing as error:
                     failed = error
                 except NoAnswer as error:
-                    self._answers.lose(str(error))
+                    self._answers.write({"failed": str(error)})
                     raise
-            self._answers.lose(str(failed))
+            self._answers.write({"failed": str(failed)})
             wait = max(failed.wait, pause * random.uniform(0.5, 1.0))  # not all at once; no result depends on it
             pause = min(2 * pause, LONGEST_PAUSE)
             if attempt == attempts or time.monotonic() + wait >= deadline:

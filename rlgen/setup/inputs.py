@@ -46,7 +46,7 @@ class UserCode:
 
 def ids_in(data: Data) -> dict[str, Any]:
     """Returns what depends on the tokenizer in model.path."""
-    return {"prompt_ids": data.prompts.digest(), "stop_ids": list(data.stop_ids)}
+    return {"prompt_ids": data.prompts.digest, "stop_ids": list(data.stop_ids)}
 
 
 def facts_of(data: Data | HeldOut) -> dict[str, Any]:
