@@ -15,7 +15,7 @@ from rlgen.data.cache import cached
 from rlgen.data.chats import as_messages
 from rlgen.data.images import Encoded, Placeholder, encoded, with_parts
 from rlgen.data.source import Rows
-from rlgen.data.tokens import PROMPTS, WITH_IMAGES, PromptWriter, place, prompts_key
+from rlgen.data.tokens import PROMPTS, PromptWriter, place, prompts_key
 from rlgen.errors import DataError
 from rlgen.recipe.data import DataRecipe
 from rlgen.recipe.sizes import PromptLimit
@@ -52,7 +52,7 @@ class PromptStream:
         """Returns the prompts at positions `start` to `start + count - 1`: take(0, 2) + take(2, 3) == take(0, 5)."""
         own = self.data.columns
         places = [self.place(position) for position in range(start, start + count)]
-        numbers, texts, ids = (self.table.column(name) for name in PROMPTS.names)
+        numbers, texts, ids = (self.table.column(name) for name in ("row", "text", "ids"))
         prompts = []
         for position, (row, columns) in enumerate(
             zip(places, self.rows.at([numbers[row].as_py() for row in places]), strict=True), start
@@ -126,7 +126,7 @@ def build_prompts(
     # With images there is no key: their files may change although those of the rows do not.
     key = prompts_key(data, rows, tokenizer, limit, tools) if images is None else None
     writer = PromptWriter(data=data, rows=rows, tokenizer=tokenizer, limit=limit, tools=tools, images=images)
-    made = cached("prompts", key, PROMPTS if images is None else WITH_IMAGES, writer.all)
+    made = cached("prompts", key, PROMPTS, writer.all)
     counts, over_long = made.facts["counts"], tuple(made.facts["over_long"])
     refuse(data, rows, counts, made.facts["chats"], made.facts["usual"])
     if not counts["used"]:
@@ -200,8 +200,8 @@ def overlap(prompts: PromptStream, others: PromptStream) -> int:
 
 def seen_by_model(prompts: PromptStream) -> list[tuple[str, ...]]:
     """Returns for each prompt its text and the digests of its images."""
-    rows = prompts.table.select([name for name in ("text", "images") if name in prompts.table.column_names]).to_pylist()
-    return [(row["text"], *(image["sha256"] for image in row.get("images", ()))) for row in rows]
+    rows = prompts.table.select(["text", "images"]).to_pylist()
+    return [(row["text"], *(image["sha256"] for image in row["images"])) for row in rows]
 
 
 def listed(counts: Mapping[str, int]) -> str:
