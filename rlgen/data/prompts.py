@@ -43,7 +43,6 @@ class PromptStream:
     counts: Mapping[str, int]  # rows that were read, that were left out (by reason) and that are used; duplicates among these
     digest: str  # of the ids of all prompts, which changes when tokenizer, template or data change
     seed: int
-    shuffle: bool
 
     def __len__(self) -> int:
         return len(self.table)
@@ -90,7 +89,7 @@ class PromptStream:
 
     def place(self, position: int) -> int:
         epoch, place = divmod(position, len(self))
-        return order(self.seed, epoch, len(self))[place] if self.shuffle else place
+        return order(self.seed, epoch, len(self))[place] if self.data.shuffle else place
 
 
 # Two entries, because a step may span two epochs; shuffling a million rows takes half a second.
@@ -142,7 +141,6 @@ def build_prompts(
         counts=counts,
         digest=made.facts["prompt_ids"],
         seed=seed,
-        shuffle=data.shuffle,
     )
 
 

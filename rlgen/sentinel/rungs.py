@@ -5,7 +5,7 @@ The code and its messages call check N rung N. Check 0 is `contract`.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import numpy as np
@@ -101,7 +101,7 @@ def rung_of(
         name=name,
         verdict=verdict,
         sentence=sentence,
-        measured=bounds.measured(gap),
+        measured={bounds.main: bounds.of(gap), **asdict(gap)},  # the one that `bound` applies to first
         bound=bounds.bound,
         bounds=bounds.as_json,
         noise=probe.noise,
