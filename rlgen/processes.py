@@ -22,7 +22,6 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rlgen.errors import ProcessError, RlgenError, SentinelError
@@ -110,13 +109,6 @@ class Processes:
                 " Nothing more was trained; if all run the same rlgen on the same recipe, this is a bug in rlgen"
             )
         return [item for _, of_rank in sent for item in of_rank]
-
-    def gather_rows(self, rows: NDArray[Any]) -> NDArray[Any]:
-        """Returns the rows of all processes, in order of rank; for rows of a few numbers: every process receives all of them.
-
-        `rows`: [b] of one structured or plain dtype, the same in all processes.
-        """
-        return np.concatenate(self.gather([rows]))
 
     def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
         """Sends `parts[rank]` to each other process and returns what each sent to this one, in order of rank (all-to-all)."""

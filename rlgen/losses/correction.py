@@ -63,13 +63,13 @@ def importance_weight(old_logp: Tensor, sampler_logp: Tensor, mask: Tensor, corr
     return select((mean_ratio_B1 >= lowest) & (mean_ratio_B1 <= highest), weight)
 
 
-# Names of the quantities that are summed over micro-batches and processes, and of those whose extremes are kept.
+# Names of the quantities that are summed over micro-batches and processes, and of those whose largest value is kept.
 SUMS = (
     *("tokens", "scored", "size", "k3", "d", "ratio_d", "reverse_k3"),
     *("weighed", "raw", "raw_square", "weight", "weight_square", "clipped", "masked"),
     *("rows", "row_ratio", "row_ratio_square"),
 )
-LEAST, LARGEST = ("raw", "weight"), ("size", "raw", "weight")
+LARGEST = ("size", "raw", "weight", "-raw", "-weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,6 @@ class Mismatch:
     """
 
     sums: Tensor  # [len(SUMS)] float64
-    least: Tensor  # [len(LEAST)] float64
     largest: Tensor  # [len(LARGEST)] float64
     sizes: Tensor  # [N] float32, |d| of each token; NaN if the engine did not score it
 
@@ -123,8 +122,9 @@ class Mismatch:
         }
         return cls(
             sums=torch.stack([sums[name].double() for name in SUMS]),
-            least=-torch.stack([largest(-values, weighed) for values in (raw, weight)]),
-            largest=torch.stack([largest(size_BT, scored), largest(raw, weighed), largest(weight, weighed)]),
+            largest=torch.stack(
+                [largest(size_BT, scored), *(largest(values, weighed) for values in (raw, weight, -raw, -weight))]
+            ),
             sizes=torch.where(scored, size_BT, math.nan).float().flatten(),
         )
 
@@ -136,7 +136,6 @@ class Mismatch:
             return cls.of(nothing, nothing, nothing, nothing.bool(), NO_CORRECTION)
         return cls(
             sums=sum(torch.stack([part.sums for part in parts]).cpu().unbind(), torch.zeros(len(SUMS), dtype=torch.float64)),
-            least=torch.stack([part.least for part in parts]).amin(dim=0).cpu(),
             largest=torch.stack([part.largest for part in parts]).amax(dim=0).cpu(),
             sizes=torch.cat([part.sizes for part in parts]).cpu(),
         )
@@ -155,7 +154,6 @@ class Mismatch:
             total: reduction over all processes that hold rows of the train batch.
         """
         of = dict(zip(SUMS, total(self.sums, "sum").tolist(), strict=True))
-        least = dict(zip(LEAST, total(self.least, "min").tolist(), strict=True))
         largest = dict(zip(LARGEST, total(self.largest, "max").tolist(), strict=True))
         scored, weighed, known = of["scored"], of["weighed"], self.sizes[~self.sizes.isnan()]
         p999 = kth_smallest(known, [math.ceil(0.999 * scored) - 1], total)[0] if scored else math.nan  # nearest rank
@@ -167,10 +165,10 @@ class Mismatch:
             Metric.SAMPLER_KL_K1: share(-of["d"], scored),
             Metric.SAMPLER_KL_REVERSE_K1: share(of["ratio_d"], scored),
             Metric.SAMPLER_KL_REVERSE_K3: share(of["reverse_k3"], scored),
-            Metric.IS_RATIO_MIN: least["raw"] if weighed else None,
+            Metric.IS_RATIO_MIN: -largest["-raw"] if weighed else None,
             Metric.IS_RATIO_MEAN: share(of["raw"], weighed),
             Metric.IS_RATIO_MAX: largest["raw"] if weighed else None,
-            Metric.IS_WEIGHT_MIN: least["weight"] if weighed else None,
+            Metric.IS_WEIGHT_MIN: -largest["-weight"] if weighed else None,
             Metric.IS_WEIGHT_MEAN: share(of["weight"], weighed),
             Metric.IS_WEIGHT_MAX: largest["weight"] if weighed else None,
             Metric.IS_CLIPPED: share(of["clipped"], weighed),

@@ -191,8 +191,3 @@ class Probe:
         """Sends the present weights of the policy to the engine, see `send_weights`. It sleeps first, as it does in a run."""
         self.engine.sleep()
         send_weights(self.engine, self.policy.model, self.version, self.processes, hashed, whole)
-
-    def by_engine(self, samples: Sequence[Sample]) -> list[list[Sample]]:
-        """Splits what `sample` returned into one list for each engine."""
-        each = len(samples) // self.engine_share.engines
-        return [list(samples[each * engine : each * (engine + 1)]) for engine in range(self.engine_share.engines)]
