@@ -120,11 +120,10 @@ class Mismatch:
             "row_ratio": row_B1.sum(),
             "row_ratio_square": row_B1.square().sum(),
         }
+        of_weights = [largest(values, weighed) for values in (raw, weight, -raw, -weight)]
         return cls(
             sums=torch.stack([sums[name].double() for name in SUMS]),
-            largest=torch.stack(
-                [largest(size_BT, scored), *(largest(values, weighed) for values in (raw, weight, -raw, -weight))]
-            ),
+            largest=torch.stack([largest(size_BT, scored), *of_weights]),
             sizes=torch.where(scored, size_BT, math.nan).float().flatten(),
         )
 
