@@ -199,19 +199,18 @@ class How:
     chunk: int
     dtype: torch.dtype  # of the hidden states
 
-    def truncations(self, logits: Tensor) -> list[Truncation]:
-        return [truncation(logits, distribution, NEAR[self.dtype]) for distribution in self.distributions]
-
-    def gone(self, kept: Sequence[Truncation], logits: Tensor, ids: Tensor) -> list[Tensor | None]:
+    def gone(self, logits: Tensor, ids: Tensor) -> tuple[list[Tensor | None], Tensor]:
+        """Returns [C, V] bool of each distribution, the ids that are not kept (None: all are), and `sure` of the last one."""
+        kept = [truncation(logits, distribution, NEAR[self.dtype]) for distribution in self.distributions]
         pairs = zip(self.distributions, kept, strict=True)
-        return [one.dropped(logits, ids) if distribution.truncated else None for distribution, one in pairs]
+        return [one.dropped(logits, ids) if distribution.truncated else None for distribution, one in pairs], kept[-1].sure
 
-    def scores(self, logits: Tensor, ids: Tensor, kept: Sequence[Truncation]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns [K, C] log-probs of the ids, [K, C] logsumexp of the kept logits over the temperature, and [C] entropies.
+    def scores(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """Returns [K, C] log-probs of the ids, [K, C] logsumexp of the kept logits over the temperature, [C] entropies, [C] `sure`.
 
         Changes `logits` in place.
         """
-        gone = self.gone(kept, logits, ids)
+        gone, sure_C = self.gone(logits, ids)
         # The maximum is subtracted first, as in log_softmax: logits minus logsumexp would lose digits in float32.
         peak_C1 = logits.amax(dim=1, keepdim=True)
         logits -= peak_C1
@@ -229,7 +228,7 @@ class How:
             lse.append(peak_C1[:, 0] / temperature + total_C.log())
         if self.entropy != "none":  # of the last distribution
             entropy_C = total_C.log() - odds_CV.mul_(tempered_CV).sum(dim=1) / total_C
-        return torch.stack(logp), torch.stack(lse), entropy_C
+        return torch.stack(logp), torch.stack(lse), entropy_C, sure_C
 
     def slope(self, logits: Tensor, ids: Tensor, lse: Tensor, entropy: Tensor, of_logp: Tensor, of_entropy: Tensor) -> Tensor:
         """Returns [C, V], the gradient with respect to hidden @ weight.T, given the gradients of log-probs and entropy.
@@ -238,7 +237,7 @@ class How:
         d log p_i / d z_v = ([v = i] - p_v) / t and d H / d z_v = -p_v (log p_v + H) / t. Which ids are kept is a constant.
         Changes `logits` in place.
         """
-        slopes, gone = [], self.gone(self.truncations(logits), logits, ids)
+        slopes, (gone, _) = [], self.gone(logits, ids)
         for k, distribution in enumerate(self.distributions):
             of_picked_C1, temperature = of_logp[k, :, None], distribution.temperature
             last = k == len(self.distributions) - 1
@@ -275,9 +274,7 @@ class ChunkedScores(torch.autograd.Function):
         for start in range(0, len(ids), how.chunk):
             part = slice(start, start + how.chunk)
             logits_CV = how.rule.logits(states[part], matrix, offset)
-            kept = how.truncations(logits_CV)
-            sure_N[part] = kept[-1].sure
-            logp_KN[:, part], lse_KN[:, part], entropy_C = how.scores(logits_CV, ids[part], kept)
+            logp_KN[:, part], lse_KN[:, part], entropy_C, sure_N[part] = how.scores(logits_CV, ids[part])
             if entropy_C is not None:
                 entropy_N[part] = entropy_C
         ctx.save_for_backward(hidden, weight, bias, ids, lse_KN, entropy_N)
