@@ -201,8 +201,6 @@ class Processes:
 
     def main_first(self, work: Callable[[], T]) -> T:
         """Runs `work` in every process, in the main process first: it fills caches and folders that the others then find."""
-        if self.world == 1:
-            return work()
         first = self.run_all(lambda: work() if self.is_main else None)
         rest = self.run_all(lambda: None if self.is_main else work())
         return first if self.is_main else rest  # type: ignore[return-value]

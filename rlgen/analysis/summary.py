@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlgen.analysis.charts import PHASES
-from rlgen.analysis.run import Run, interval_of, mean_of, number, tenth
+from rlgen.analysis.run import Run, interval_of, mean_of, number, tenths
 from rlgen.metrics import Metric
 from rlgen.run.checkpoint_folder import CheckpointFolder
 from rlgen.run.clock import as_clock
@@ -83,8 +83,7 @@ def summary_of(run: Run, verdicts: Sequence[RuleVerdict]) -> list[Fact]:
 
 def tenths_of(run: Run) -> tuple[float | None, float | None]:
     """Returns the mean reward in the first and in the last tenth of the steps."""
-    values = [number(row, Metric.REWARD_MEAN) for row in run.metrics]
-    return tenth(values, last=False), tenth(values, last=True)
+    return tenths([number(row, Metric.REWARD_MEAN) for row in run.metrics])
 
 
 def reward_fact(run: Run) -> Fact | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlgen.analysis.run import interval_of, tenth
+from rlgen.analysis.run import interval_of, tenths
 from rlgen.analysis.run import number as number_of
 from rlgen.cli.output import echo, echo_styled, page_for_terminal, plain_table
 from rlgen.errors import EXIT_CODES, UsageError
@@ -135,7 +135,7 @@ def status_of(path: Path) -> dict[str, Any]:
         "evaluation": evaluated[-1] if evaluated else None,
         "best_checkpoint": pinned_step(path),
         "remaining": remaining(seconds_of(records), found["steps"] - found["step"]) if alive else None,
-        "trend": {"first": tenth(rewards, last=False), "last": tenth(rewards, last=True)},
+        "trend": dict(zip(("first", "last"), tenths(rewards), strict=True)),
         "rewards": {key.split("/", 1)[1].removesuffix("/mean"): newest[key] for key in Family.REWARD_MEAN.keys(newest)},
     }
 

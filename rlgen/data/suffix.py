@@ -29,6 +29,7 @@ ODD = 'a "b" \\ c\n{"d": [1, "é"]}'  # an answer that templates may escape
 EMPTY_THINKING = re.compile(r"<think>\s*</think>\s*")
 KINDS = ("call", "plain", "thinking", "thinking in the text")
 REMEDY = "set data.chat_template to the file of another template"
+CALL_ID = "call{:05d}"  # of a call by its place in a turn: nine characters, as Mistral's templates demand
 BREAK = "\u200b"  # breaks up the text of a special token if nothing else helps
 
 
@@ -264,20 +265,15 @@ def calls_of(calls: Mapping[int, tuple[str, Mapping[str, Any]]], as_text: bool =
     """Returns calls, by their place in a turn, as messages have them. `as_text`: arguments are JSON text, not an object."""
     form: Callable[[Mapping[str, Any]], Any] = json.dumps if as_text else dict
     return [
-        {"type": "function", "id": identifier(place), "function": {"name": name, "arguments": form(given)}}
+        {"type": "function", "id": CALL_ID.format(place), "function": {"name": name, "arguments": form(given)}}
         for place, (name, given) in calls.items()
     ]
 
 
 def told(role: str, names: Sequence[str], answers: Sequence[str]) -> list[dict[str, Any]]:
     """Returns answers as messages. Those of tools, `names`, say which call they answer."""
-    calls = [{"name": name, "tool_call_id": identifier(place)} if role == "tool" else {} for place, name in enumerate(names)]
+    calls = [{"name": name, "tool_call_id": CALL_ID.format(place)} if role == "tool" else {} for place, name in enumerate(names)]
     return [{"role": role, **call, "content": answer} for call, answer in zip(calls, answers, strict=False)]
-
-
-def identifier(place: int) -> str:
-    """Returns the id of a call within a turn: nine characters, as Mistral's templates demand."""
-    return f"call{place:05d}"
 
 
 def holes_of(answers: Sequence[str]) -> list[str]:

@@ -206,7 +206,7 @@ class How:
         return [one.dropped(logits, ids) if distribution.truncated else None for distribution, one in pairs], kept[-1].sure
 
     def scores(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """Returns [K, C] log-probs of the ids, [K, C] logsumexp of the kept logits over the temperature, [C] entropies, [C] `sure`.
+        """Returns [K, C] log-probs of the ids, [K, C] logsumexp of kept logits over the temperature, [C] entropies, [C] `sure`.
 
         Changes `logits` in place.
         """
