@@ -92,7 +92,6 @@ EVALUATED: dict[str, str] = {
     Metric.EVAL_DELTA_MEAN: "difference of log-probs, mean",
     Metric.EVAL_DELTA_MAX: "difference of log-probs, largest",
 }
-SIZES = (Metric.EVAL_PROMPTS,)  # how much is evaluated, which never changes
 UNDRAWN = frozenset([Metric.STEP, Metric.TIME_STEP, Metric.REWARD_STD, Metric.WEIGHTS_VERSION, Metric.CLIP_LOW, Metric.CLIP_HIGH])
 
 
@@ -150,9 +149,9 @@ def drawn(plan: ChartPlan, rows: Sequence[Record]) -> Chart | None:
 
 
 def evaluated_keys(evaluations: Sequence[Record]) -> list[str]:
-    """Returns the keys of all values of evaluations, without the edges of their intervals."""
+    """Returns the keys of all values of evaluations, without the edges of their intervals and the size, which never changes."""
     keys = dict.fromkeys(key for row in evaluations for key in row)
-    return [key for key in keys if key.startswith("eval/") and not key.endswith(EDGES) and key not in SIZES]
+    return [key for key in keys if key.startswith("eval/") and not key.endswith(EDGES) and key != Metric.EVAL_PROMPTS]
 
 
 def evaluation_charts(evaluations: Sequence[Record]) -> list[Chart]:

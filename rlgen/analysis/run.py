@@ -65,8 +65,9 @@ def interval_of(record: Record, key: str) -> str:
     return "" if low is None or high is None else f"{low:.3g} to {high:.3g}"
 
 
-def tenths(values: Sequence[float | None]) -> tuple[float | None, float | None]:
-    """Returns the means of the first and of the last tenth of the values, at least one each; None: nothing was measured."""
+def tenths(steps: Sequence[Record]) -> tuple[float | None, float | None]:
+    """Returns the mean rewards of the first and of the last tenth of the steps, at least one each; None: none was measured."""
+    values = [number(step, Metric.REWARD_MEAN) for step in steps]
     count = max(1, len(values) // 10)
     return mean_of(values[:count]), mean_of(values[-count:])
 
