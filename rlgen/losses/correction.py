@@ -155,11 +155,11 @@ class Mismatch:
         of = dict(zip(SUMS, total(self.sums, "sum").tolist(), strict=True))
         largest = dict(zip(LARGEST, total(self.largest, "max").tolist(), strict=True))
         scored, weighed, known = of["scored"], of["weighed"], self.sizes[~self.sizes.isnan()]
-        p999 = kth_smallest(known, [math.ceil(0.999 * scored) - 1], total)[0] if scored else math.nan  # nearest rank
+        p999 = kth_smallest(known, [math.ceil(0.999 * scored) - 1], total)[0] if scored else None  # nearest rank
         return {
             Metric.SAMPLER_DELTA_MEAN: share(of["size"], scored),
             Metric.SAMPLER_DELTA_MAX: largest["size"] if scored else None,
-            Metric.SAMPLER_DELTA_P999: p999 if scored else None,
+            Metric.SAMPLER_DELTA_P999: p999,
             Metric.SAMPLER_KL: share(of["k3"], scored),
             Metric.SAMPLER_KL_K1: share(-of["d"], scored),
             Metric.SAMPLER_KL_REVERSE_K1: share(of["ratio_d"], scored),
