@@ -172,11 +172,6 @@ def one_span(tokens: int, version: int) -> tuple[Span, ...]:
     return (Span(0, tokens, version),)
 
 
-def oldest_version(spans: Iterable[Span]) -> int:
-    """Returns the oldest weight version that sampled a token; -1: none was sampled."""
-    return min((span.version for span in spans), default=-1)
-
-
 def mask_of(spans: Iterable[Span], length: int) -> NDArray[np.bool_]:
     """Returns [L], true for the tokens within `spans`."""
     mask = np.zeros(length, dtype=bool)
@@ -229,6 +224,11 @@ class Completion(Record):
     # Of prompt and completion without the last token, which was never computed, if the engine returns them; else `no_experts`.
     experts: Experts = field(default_factory=no_experts)
 
+    @property
+    def weight_version(self) -> int:
+        """Returns the oldest weight version that sampled one of its tokens; -1 if unknown."""
+        return min((span.version for span in self.spans), default=-1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample(Record):
@@ -255,6 +255,11 @@ class Sample(Record):
     counts: Mapping[str, int] = field(default_factory=dict)  # as of `Completion`
     images: tuple[Image, ...] = ()  # of the prompt
     experts: Experts = field(default_factory=no_experts)  # as of `Completion`
+
+    @property
+    def weight_version(self) -> int:
+        """Returns the oldest weight version that sampled one of its tokens; -1 if unknown."""
+        return min((span.version for span in self.spans), default=-1)
 
     @property
     def loss_mask(self) -> NDArray[np.bool_]:

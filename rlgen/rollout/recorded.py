@@ -17,7 +17,7 @@ from rlgen.rollout.journal import Journal, is_start, journal_step
 from rlgen.rollout.parquet import parts_of, read_part
 from rlgen.rollout.sample import sample_of, sample_seed
 from rlgen.rollout.samples import Samples
-from rlgen.types import Prompt, Sampling, oldest_version
+from rlgen.types import Prompt, Sampling
 
 Rewarded = Sequence[Mapping[str, Any]]  # of the samples of a group, as `given_rewards` returns them
 
@@ -89,7 +89,7 @@ def from_journal(
     for group_id in sorted(rewarded):
         prompt = prompt_at(group_id)
         every = [(one, one.completion(prompt.prompt_ids)) for _, one in sorted(answers.get(group_id, {}).items())]
-        own = [(answer, completion) for answer, completion in every if oldest_version(completion.spans) >= oldest]
+        own = [(answer, completion) for answer, completion in every if completion.weight_version >= oldest]
         if len(own) != len(rewarded[group_id]):
             continue  # the caller sees that samples are missing
         for (answer, completion), given in zip(own, rewarded[group_id], strict=True):

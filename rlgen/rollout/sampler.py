@@ -13,7 +13,7 @@ from rlgen.rollout.conversations import Conversations, Dialogue
 from rlgen.rollout.custom import CustomRollout
 from rlgen.rollout.journal import Journal
 from rlgen.rollout.sample import build_groups, in_request_order, requests_for
-from rlgen.types import Completion, Group, Prompt, Request, Sampling, oldest_version
+from rlgen.types import Completion, Group, Prompt, Request, Sampling
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -271,7 +271,6 @@ class Sampler:
 def without_stale(groups: Sequence[Group], oldest: int) -> tuple[list[Group], int]:
     """Removes samples of weights older than version `oldest`; returns the groups, some perhaps empty, and the number removed."""
     fresh = [
-        replace(group, samples=tuple(sample for sample in group.samples if oldest_version(sample.spans) >= oldest))
-        for group in groups
+        replace(group, samples=tuple(sample for sample in group.samples if sample.weight_version >= oldest)) for group in groups
     ]
     return fresh, sum(len(group.samples) for group in groups) - sum(len(group.samples) for group in fresh)

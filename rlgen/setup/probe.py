@@ -17,7 +17,7 @@ from rlgen.sentinel.rungs import Gradient
 from rlgen.setup.train_state import build_updater
 from rlgen.setup.trainer_and_engine import TrainerAndEngine
 from rlgen.trainers.train_batch import TrainBatch
-from rlgen.types import Sample, oldest_version, one_span
+from rlgen.types import Sample, one_span
 
 TOY_ROWS, TOY_TOKENS = 8, 5  # rows of the train batch of `toy_gradient`; tokens of its shortest row
 
@@ -93,7 +93,7 @@ def toy_sample(sample: Sample, place: int) -> Sample:
         sample_index=place % 2,
         completion_ids=sample.completion_ids[:tokens],
         sampler_logp=sample.sampler_logp[:tokens],
-        spans=one_span(tokens, oldest_version(sample.spans)),
+        spans=one_span(tokens, sample.weight_version),
         rewards={"toy": float(place % 2)},
         reward=float(place % 2),
         finish_reason="stop",

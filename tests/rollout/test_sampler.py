@@ -23,7 +23,7 @@ from rlgen.rollout.frames import append_frames, read_frames
 from rlgen.rollout.journal import Journal
 from rlgen.rollout.sampler import Ahead, Sampler
 from rlgen.setup import trainer
-from rlgen.types import Completion, Group, Prompt, Request, Sampling, Span, ids_of, oldest_version
+from rlgen.types import Completion, Group, Prompt, Request, Sampling, Span, ids_of
 
 Proof = Callable[[str], None]
 
@@ -130,7 +130,7 @@ def test_a_step_ahead_is_one_version_old_and_strictly_on_policy_none(ahead: int,
     for step, groups, dropped in trained(engine, sampler(engine, ahead)):
         assert dropped == 0 and [group.group_id for group in groups] == [2 * step, 2 * step + 1]
         assert all(sample.prompt_ids.tolist() == [group.group_id] for group in groups for sample in group.samples)
-        assert {step - 1 - oldest_version(sample.spans) for group in groups for sample in group.samples} == {expected[step - 1]}
+        assert {step - 1 - sample.weight_version for group in groups for sample in group.samples} == {expected[step - 1]}
     assert engine.asked == [(2 * step, 2 * step + 1) for step in range(1, STEPS + 1)]  # each once, none after the last
 
 
@@ -221,7 +221,7 @@ def test_ahead_the_answers_of_earlier_weights_come_from_the_journal(tmp_path: Pa
     opened, said = journal(tmp_path, 2)
     resumed = train_until(engine, sampler(engine, ahead=1, of=opened), 3, 5)
     assert resumed[:2] == whole[2:] and engine.asked == [] and said == []  # of step 5 too: it had been sampled
-    assert {oldest_version(sample.spans) for group in resumed[0] for sample in group.samples} == {1}
+    assert {sample.weight_version for group in resumed[0] for sample in group.samples} == {1}
 
 
 @pytest.mark.parametrize(("max_staleness", "left_out"), [(3, [0] * 5), (2, [0, 0, 0, 4, 4])])
@@ -233,9 +233,7 @@ def test_four_steps_ahead_the_queue_is_always_full_and_older_ones_are_dropped(ma
         assert dropped == left_out[step - 1]
         asked.append(len(engine.asked))
         age = min(step - 1, 3)
-        assert {step - 1 - oldest_version(sample.spans) for group in groups for sample in group.samples} == (
-            set() if dropped else {age}
-        )
+        assert {step - 1 - sample.weight_version for group in groups for sample in group.samples} == (set() if dropped else {age})
     assert asked == [4, 5, 5, 5, 5], "three steps beyond the one that trains, as long as there are any"
     assert engine.asked == [(2 * step, 2 * step + 1) for step in range(1, STEPS + 1)]
     assert taken.journal.kept == {step for step, count in enumerate(left_out, 1) if count}
@@ -252,7 +250,7 @@ class Flying(Scripted):
         first, landed = self.version, Answers()
 
         def mixed(answer: Completion) -> Completion:
-            last = oldest_version(answer.spans)
+            last = answer.weight_version
             return answer if first == last else replace(answer, spans=(Span(0, 1, first), Span(1, 2, last)))
 
         def told(place: int, answer: Completion) -> None:

@@ -25,7 +25,7 @@ from rlgen.models.load import load_model
 from rlgen.models.lora import base_weight, without_adapter
 from rlgen.models.weights import checkpoint_tensors
 from rlgen.sentinel import contract, sync
-from rlgen.types import Completion, Request, Sampling, oldest_version, one_span
+from rlgen.types import Completion, Request, Sampling, one_span
 
 Plant = Callable[[pytest.MonkeyPatch], list[str]]
 Answers = list[Completion]
@@ -211,7 +211,7 @@ def each(change: Callable[[Completion], Completion]) -> Plant:
 def without_last(answer: Completion) -> Completion:
     if answer.finish_reason != "stop":
         return answer
-    spans = one_span(len(answer.logp) - 1, oldest_version(answer.spans))
+    spans = one_span(len(answer.logp) - 1, answer.weight_version)
     return replace(answer, token_ids=answer.token_ids[:-1], logp=answer.logp[:-1], spans=spans)
 
 
@@ -247,7 +247,7 @@ def noisy(answer: Completion) -> Completion:
 
 def flattened(requests: Sequence[Request], given: Answers) -> Answers:
     return [
-        completion([token], [logp], answer.prompt_ids, oldest_version(answer.spans), "length")
+        completion([token], [logp], answer.prompt_ids, answer.weight_version, "length")
         for answer in given
         for token, logp in zip(answer.token_ids, answer.logp, strict=True)
     ]

@@ -29,7 +29,7 @@ from rlgen.sentinel.bounds import MOST, Bounds, Gap, Noise
 from rlgen.sentinel.probe import Probe
 from rlgen.sentinel.watch import Watch
 from rlgen.setup import trainer
-from rlgen.types import WHOLE, Completion, Distribution, Request, Sample, Sampling, Span, oldest_version, one_span
+from rlgen.types import WHOLE, Completion, Distribution, Request, Sample, Sampling, Span, one_span
 
 Proof = Callable[[str], None]
 
@@ -115,7 +115,7 @@ def rollouts_of_older_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def older(engine: Any, answer: Completion) -> Completion:
-    return replace(answer, spans=one_span(len(answer.token_ids), oldest_version(answer.spans) - 2))
+    return replace(answer, spans=one_span(len(answer.token_ids), answer.weight_version - 2))
 
 
 # name -> (what happens, the step that must not be trained, the fault, words of the message, overrides)
