@@ -94,10 +94,6 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
             raise
 
 
-def append_text(path: Path, text: str, flushed: bool = True) -> None:
-    append_bytes(path, text.encode(), flushed)
-
-
 def append_bytes(path: Path, content: bytes, flushed: bool = True) -> None:
     """Appends bytes to the end of a file, which is created if missing.
 
@@ -128,10 +124,6 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, printable_json(json.dumps(value, indent=2, ensure_ascii=False)) + "\n")
 
 
-def read_text(path: Path) -> str:
-    return read_bytes(path).decode("utf-8")
-
-
 def read_bytes(path: Path) -> bytes:
     """Reads a file. Raises CheckpointError for a symbolic link, and OSError if the file is missing or cannot be read."""
     try:
@@ -145,7 +137,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    return json.loads(read_text(path))
+    return json.loads(read_bytes(path))
 
 
 def flush_folder(folder: Path) -> None:

@@ -10,10 +10,16 @@ from typing import Any, Self
 
 # Which recipes write a metric.
 POLICY = "`trainer.kind`: grpo, rloo"
-ONLINE_DPO = "`trainer.kind`: online_dpo"
-CLIPPING = "losses that clip the ratio"
 COMPARABLE = "`eval`, if engine and trainer can be compared"
 FAILING = "rewards that failed in the step"
+# What holds for all keys that begin so, unless a member says something else.
+WHEN = {
+    "clip/": "losses that clip the ratio",
+    "dpo/": "`trainer.kind`: online_dpo",
+    "eval/": "`eval`",
+    "kl/old_": POLICY,
+    "turns/": "`tools`",
+}
 
 
 class Explained(StrEnum):
@@ -25,7 +31,8 @@ class Explained(StrEnum):
 
     def __new__(cls, key: str, unit: str, what: str, when: str = "") -> Self:
         member = str.__new__(cls, key)
-        member._value_, member.unit, member.what, member.when = key, unit, what, when
+        member._value_, member.unit, member.what = key, unit, what
+        member.when = when or next((said for start, said in WHEN.items() if key.startswith(start)), "")
         return member
 
 
@@ -60,14 +67,9 @@ class Metric(Explained):
         "Completions cut off at `rollout.max_completion_tokens`; with tools also at `rollout.max_turns` or"
         " `rollout.reply_timeout`.",
     )
-    TURNS_MEAN = "turns/mean", "turns", "Mean number of the model's turns in a completion.", "`tools`"
-    TURNS_MAX = "turns/max", "turns", "Largest number of these turns.", "`tools`"
-    TURNS_REPLY_TOKENS = (
-        "turns/reply_tokens",
-        "tokens",
-        "Mean number of reply tokens in a completion; they were not sampled.",
-        "`tools`",
-    )
+    TURNS_MEAN = "turns/mean", "turns", "Mean number of the model's turns in a completion."
+    TURNS_MAX = "turns/max", "turns", "Largest number of these turns."
+    TURNS_REPLY_TOKENS = "turns/reply_tokens", "tokens", "Mean number of reply tokens in a completion; they were not sampled."
 
     TOKENS_GENERATED = "tokens/generated", "tokens", "Completion tokens that were sampled."
     TOKENS_TRAINED = "tokens/trained", "tokens", "Completion tokens that the loss learned from."
@@ -79,13 +81,11 @@ class Metric(Explained):
         "kl/old_k1",
         "nats a token",
         "KL from the weights before the first update to the current ones, estimated by the mean of -log ratio.",
-        POLICY,
     )
     KL_OLD_K3 = (
         "kl/old_k3",
         "nats a token",
         "The same KL, estimated by the mean of ratio - 1 - log ratio, which is never negative.",
-        POLICY,
     )
     KL_REF_K1 = (
         "kl/ref_k1",
@@ -100,14 +100,9 @@ class Metric(Explained):
         "`trainer.beta` above 0 and `trainer.kl` not k1_in_reward",
     )
 
-    CLIP_LOW = "clip/low", "share", "Tokens or completions of negative advantage whose ratio is below 1 - `clip_low`.", CLIPPING
-    CLIP_HIGH = (
-        "clip/high",
-        "share",
-        "Tokens or completions of positive advantage whose ratio is above 1 + `clip_high`.",
-        CLIPPING,
-    )
-    CLIP_REGION = "clip/region", "share", "The sum of `clip/low` and `clip/high`.", CLIPPING
+    CLIP_LOW = "clip/low", "share", "Tokens or completions of negative advantage whose ratio is below 1 - `clip_low`."
+    CLIP_HIGH = "clip/high", "share", "Tokens or completions of positive advantage whose ratio is above 1 + `clip_high`."
+    CLIP_REGION = "clip/region", "share", "The sum of `clip/low` and `clip/high`."
     CISPO_CLIPPED = "cispo/clipped", "share", "Tokens whose ratio is above `trainer.cispo_max`.", "`trainer.loss`: cispo"
     VESPO_PHI_MEAN = "vespo/phi_mean", "", "Mean weight of a completion.", "`trainer.loss`: vespo"
     OPSM_DROPPED = (
@@ -117,22 +112,12 @@ class Metric(Explained):
         "`trainer.off_policy_max` set",
     )
 
-    DPO_MARGIN = (
-        "dpo/margin",
-        "nats",
-        "Margin of a pair: `dpo/chosen_reward` minus `dpo/rejected_reward`.",
-        ONLINE_DPO,
-    )
-    DPO_ACCURACY = "dpo/accuracy", "share", "Pairs whose margin is above 0.", ONLINE_DPO
-    DPO_CHOSEN_REWARD = (
-        "dpo/chosen_reward",
-        "nats",
-        "Beta times the log-ratio of policy to reference, for the chosen completion.",
-        ONLINE_DPO,
-    )
-    DPO_REJECTED_REWARD = "dpo/rejected_reward", "nats", "Beta times the same log-ratio, for the rejected completion.", ONLINE_DPO
-    DPO_KEPT = "dpo/kept_frac", "share", "Pairs that `trainer.correction` keeps.", ONLINE_DPO
-    DPO_BETA = "dpo/beta", "", "The value of `trainer.beta` in this pass over the data.", ONLINE_DPO
+    DPO_MARGIN = "dpo/margin", "nats", "Margin of a pair: `dpo/chosen_reward` minus `dpo/rejected_reward`."
+    DPO_ACCURACY = "dpo/accuracy", "share", "Pairs whose margin is above 0."
+    DPO_CHOSEN_REWARD = "dpo/chosen_reward", "nats", "Beta times the log-ratio of policy to reference, for the chosen completion."
+    DPO_REJECTED_REWARD = "dpo/rejected_reward", "nats", "Beta times the same log-ratio, for the rejected completion."
+    DPO_KEPT = "dpo/kept_frac", "share", "Pairs that `trainer.correction` keeps."
+    DPO_BETA = "dpo/beta", "", "The value of `trainer.beta` in this pass over the data."
 
     SAMPLER_DELTA_MEAN = "sampler/delta_mean", "nats", "Mean of abs(old_logp - sampler_logp): how far trainer and engine differ."
     SAMPLER_DELTA_MAX = "sampler/delta_max", "nats", "Largest abs(old_logp - sampler_logp) of all tokens."
@@ -201,20 +186,18 @@ class Metric(Explained):
         "eval/reward/mean",
         "reward",
         "Mean reward of an evaluation: the weighted sums of rewards, averaged over a prompt's completions, then over prompts.",
-        "`eval`",
     )
-    EVAL_REWARD_LOW = "eval/reward/mean_low", "reward", "Lower end of its 95 % interval.", "`eval`"
-    EVAL_REWARD_HIGH = "eval/reward/mean_high", "reward", "Upper end of its 95 % interval.", "`eval`"
-    EVAL_REWARD_UNSCORED = "eval/reward/unscored", "samples", "Completions of an evaluation that got no reward.", "`eval`"
-    EVAL_MEAN_TOKENS = "eval/completions/mean_tokens", "tokens", "Mean length of a completion of an evaluation.", "`eval`"
+    EVAL_REWARD_LOW = "eval/reward/mean_low", "reward", "Lower end of its 95 % interval."
+    EVAL_REWARD_HIGH = "eval/reward/mean_high", "reward", "Upper end of its 95 % interval."
+    EVAL_REWARD_UNSCORED = "eval/reward/unscored", "samples", "Completions of an evaluation that got no reward."
+    EVAL_MEAN_TOKENS = "eval/completions/mean_tokens", "tokens", "Mean length of a completion of an evaluation."
     EVAL_TRUNCATED = (
         "eval/completions/truncated",
         "share",
         "Completions of an evaluation cut off at `eval.max_completion_tokens`.",
-        "`eval`",
     )
     EVAL_TURNS_MEAN = "eval/turns/mean", "turns", "Mean number of the model's turns in an evaluation.", "`eval` and `tools`"
-    EVAL_PROMPTS = "eval/prompts", "prompts", "Prompts that were evaluated.", "`eval`"
+    EVAL_PROMPTS = "eval/prompts", "prompts", "Prompts that were evaluated."
     EVAL_DELTA_MEAN = (
         "eval/sampler/delta_mean",
         "nats",
@@ -261,21 +244,16 @@ class Family(Explained):
         " late: no reply came within `rollout.reply_timeout`.",
         "`tools` or `environment`, for events that occurred",
     )
-    EVAL_REWARD = (
-        "eval/reward/<name>/mean",
-        "reward",
-        "Mean of one reward in an evaluation, over completions, then prompts.",
-        "`eval`",
-    )
-    EVAL_FAILED = "eval/reward/<name>/failed", "samples", "Completions of an evaluation whose reward failed.", "`eval`"
+    EVAL_REWARD = "eval/reward/<name>/mean", "reward", "Mean of one reward in an evaluation, over completions, then prompts."
+    EVAL_FAILED = "eval/reward/<name>/failed", "samples", "Completions of an evaluation whose reward failed."
     EVAL_PASS = (
         "eval/pass@<name>",
         "share",
         "Chance that at least one of k completions of a prompt is correct (`eval.threshold`).",
         "`eval`. The name is k: 1, 2, 4, … up to `eval.group_size`",
     )
-    EVAL_PASS_LOW = "eval/pass@<name>_low", "share", "Lower end of the 95 % interval of this chance.", "`eval`"
-    EVAL_PASS_HIGH = "eval/pass@<name>_high", "share", "Upper end of the 95 % interval of this chance.", "`eval`"
+    EVAL_PASS_LOW = "eval/pass@<name>_low", "share", "Lower end of the 95 % interval of this chance."
+    EVAL_PASS_HIGH = "eval/pass@<name>_high", "share", "Upper end of the 95 % interval of this chance."
     HEALTH = (
         "health/<name>",
         "true or false",

@@ -7,14 +7,13 @@ that its error is raised in every process. Every wait for another process ends a
 
 import json
 import os
-import pickle
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from threading import Event
 from typing import Any, Literal, TypeVar
@@ -23,7 +22,6 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rlgen.errors import ProcessError, RlgenError, SentinelError
@@ -34,13 +32,6 @@ HANGING = 8.0  # seconds that a process has to end after another one has ended, 
 COUNT, FIRST = "failures", "first_failure"  # keys in the store
 # Fragments of the messages of torch's backends when a process has gone away or does not answer.
 LOST = ("Connection closed", "Connection reset", "Connection refused", "Broken pipe", "Timed out", "timeout", "Socket", "NCCL")
-
-
-@dataclass(slots=True)
-class Traffic:
-    """Bytes that this process has received from other processes, without gradient all-reduces and gathered weight shards."""
-
-    received: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +45,6 @@ class Processes:
     group: dist.ProcessGroup | None  # gloo, for Python objects on the CPU; tensors of the model use torch's default group
     store: dist.Store | None  # stays readable after a process fails, but not after the launcher has ended
     peers: tuple[tuple[str, int, float], ...] = ()  # host, process id and start of each process, by rank
-    traffic: Traffic = field(default_factory=Traffic)
 
     @classmethod
     def alone(cls) -> "Processes":
@@ -110,7 +100,8 @@ class Processes:
         """
         if self.world == 1:
             return list(items)
-        sent = [pickle.loads(part) for part in self._gather_bytes(pickle.dumps((caller(), list(items))))]
+        sent: list[Any] = [None] * self.world
+        dist.all_gather_object(sent, (caller(), list(items)), group=self.group)
         if len({place for place, _ in sent}) > 1:
             ways = ", ".join(f"process {rank} at {place}" for rank, (place, _) in enumerate(sent))
             raise ProcessError(
@@ -118,26 +109,6 @@ class Processes:
                 " Nothing more was trained; if all run the same rlgen on the same recipe, this is a bug in rlgen"
             )
         return [item for _, of_rank in sent for item in of_rank]
-
-    def _gather_bytes(self, own: bytes) -> list[bytes]:
-        """Returns the bytes of each process, in order of rank. Each message is padded to the length of the longest."""
-        sizes = list(torch.zeros(self.world, 1, dtype=torch.long))
-        dist.all_gather(sizes, torch.tensor([len(own)]), group=self.group)
-        longest = int(max(sizes))
-        padded = torch.frombuffer(bytearray(own.ljust(longest)), dtype=torch.uint8)
-        received = list(torch.empty(self.world, longest, dtype=torch.uint8))
-        dist.all_gather(received, padded, group=self.group)
-        self.traffic.received += (self.world - 1) * (longest + sizes[0].nbytes)
-        return [part.numpy().tobytes()[: int(size)] for part, size in zip(received, sizes, strict=True)]
-
-    def gather_rows(self, rows: NDArray[Any]) -> NDArray[Any]:
-        """Returns the rows of all processes, in order of rank; for rows of a few numbers: every process receives all of them.
-
-        `rows`: [b] of one structured or plain dtype, the same in all processes.
-        """
-        if self.world == 1:
-            return rows
-        return np.concatenate([np.frombuffer(part, dtype=rows.dtype) for part in self._gather_bytes(rows.tobytes())])
 
     def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
         """Sends `parts[rank]` to each other process and returns what each sent to this one, in order of rank (all-to-all)."""
@@ -150,7 +121,6 @@ class Processes:
         sent = torch.frombuffer(bytearray(b"".join(others)) or bytearray(1), dtype=torch.uint8)[: sizes[self.rank].sum()]
         received = torch.empty(int(sizes[:, self.rank].sum()), dtype=torch.uint8)
         dist.all_to_all_single(received, sent, sizes[:, self.rank].tolist(), sizes[self.rank].tolist(), group=self.group)
-        self.traffic.received += len(received)
         ends = sizes[:, self.rank].cumsum()
         found = [received[end - size : end].numpy().tobytes() for end, size in zip(ends, sizes[:, self.rank], strict=True)]
         found[self.rank] = parts[self.rank]
@@ -231,8 +201,6 @@ class Processes:
 
     def main_first(self, work: Callable[[], T]) -> T:
         """Runs `work` in every process, in the main process first: it fills caches and folders that the others then find."""
-        if self.world == 1:
-            return work()
         first = self.run_all(lambda: work() if self.is_main else None)
         rest = self.run_all(lambda: None if self.is_main else work())
         return first if self.is_main else rest  # type: ignore[return-value]
@@ -257,7 +225,6 @@ class Processes:
         result = values.detach().cpu().clone()
         ops = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
         dist.all_reduce(result, op=ops[op], group=self.group)
-        self.traffic.received += result.nbytes
         return result.to(values.device)
 
     @contextmanager

@@ -257,11 +257,6 @@ class Sample(Record):
     experts: Experts = field(default_factory=no_experts)  # as of `Completion`
 
     @property
-    def failed(self) -> bool:
-        """Whether a reward that applies to the sample is unknown because it failed."""
-        return any(self.rewards[label] is None for label in self.reward_errors)
-
-    @property
     def weight_version(self) -> int:
         """Returns the oldest weight version that sampled one of its tokens; -1 if unknown."""
         return min((span.version for span in self.spans), default=-1)

@@ -22,7 +22,7 @@ from learn_cells import ROOT, TINY, TOOLS, TRAINERS, Cell, Learned, Size, run_ce
 
 from rlgen.analysis.aligned import BAND, band, present
 from rlgen.analysis.charts import Chart, Line
-from rlgen.analysis.comparison import Verdict, estimate
+from rlgen.analysis.comparison import Verdict, verdict_at
 from rlgen.analysis.png import write_png
 from rlgen.metrics import Metric
 
@@ -49,7 +49,7 @@ class Row:
     def cells(self) -> tuple[str, ...]:
         """Returns what stands in the table."""
         words = {"rlgen": "ahead", "TRL": "behind", None: "–"}
-        interval, difference = self.verdict.estimate.interval, self.verdict.estimate.difference
+        interval, difference = self.verdict.interval, self.verdict.difference
         apart = f"{interval.value:+.3f} ({interval.low:+.3f} to {interval.high:+.3f})" if interval else f"{difference:+.3f}"
         means = [f"{fmean(self.after[tool]):.3f}" for tool in TOOLS]
         return self.task, self.trainer, f"{self.before:.3f}", *means, apart, words[self.verdict.higher]
@@ -99,13 +99,7 @@ def rows_of(found: Found) -> list[Row]:
         of_row = {cell: learned for cell, learned in found.items() if (cell.task, cell.trainer) == (task, trainer)}
         after = {tool: [learned.after for cell, learned in of_row.items() if cell.tool == tool] for tool in TOOLS}
         ours, theirs = ([{0: value} for value in after[tool]] for tool in TOOLS)
-        verdict = Verdict(
-            left="rlgen",
-            right="TRL",
-            metric=Metric.EVAL_REWARD_MEAN,
-            steps=[0],
-            estimate=estimate(ours, theirs, [0], TOOLS),
-        )
+        verdict = verdict_at(ours, theirs, [0], TOOLS, Metric.EVAL_REWARD_MEAN)
         before = next(iter(of_row.values())).before
         rows.append(Row(task=task, trainer=trainer, before=before, after=after, verdict=verdict))
     return rows
@@ -159,10 +153,10 @@ def write(rows: Sequence[Row], found: Found, out: Path) -> None:
             "trainer": row.trainer,
             "before": row.before,
             "after": row.after,
-            "difference": row.verdict.estimate.difference,
-            "interval": asdict(row.verdict.estimate.interval) if row.verdict.estimate.interval else None,
+            "difference": row.verdict.difference,
+            "interval": asdict(row.verdict.interval) if row.verdict.interval else None,
             "sentence": row.verdict.sentence,
-            "basis": row.verdict.estimate.basis,
+            "basis": row.verdict.basis,
         }
         for row in rows
     ]

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ import scale_data
 import torch
 from answers import URL, asking, synthetic
 from measure_rollouts import measure
-from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -59,14 +59,12 @@ class Many(Processes):
     """The first of 64 processes, of which the others hold what it holds, under other group ids."""
 
     def gather(self, items: Sequence[Any]) -> list[Any]:
-        return list(items) * self.world
-
-    def gather_rows(self, rows: NDArray[Any]) -> NDArray[Any]:
-        every = np.tile(rows, self.world)
-        rank = np.repeat(np.arange(self.world), len(rows))
-        if rows.dtype.names:
-            every["holder"] = rank
-            every["group_id"] += rank * SHARE
+        every = [copy(item) for _ in range(self.world) for item in items]
+        for place, rows in enumerate(every):
+            if isinstance(rows, np.ndarray):
+                rank = place // len(items)
+                rows["holder"] = rank
+                rows["group_id"] += rank * SHARE
         return every
 
     def exchange(self, parts: Sequence[bytes]) -> list[bytes]:

@@ -37,7 +37,7 @@ for step in range(2):
 ended = time.monotonic()
 status = open("/proc/self/status").read()
 peak, own = (int(status.split(name)[1].split()[0]) * 1024 for name in ("VmHWM:", "RssAnon:"))
-print(json.dumps([imported - began, opened - imported, ended - opened, peak, own, prompts.counts["used"], prompts.digest()]))
+print(json.dumps([imported - began, opened - imported, ended - opened, peak, own, prompts.counts["used"], prompts.digest]))
 """
 
 

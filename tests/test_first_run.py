@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, read_jsonl
 
-from rlgen.analysis.run import tenth
+from rlgen.analysis.run import tenths
 from rlgen.cli.inspect import STARTER
 from rlgen.files import read_json
 
@@ -62,8 +62,7 @@ def test_the_page_works_as_written(tmp_path: Path) -> None:
     for name in ("first", "tens"):
         run = place / "runs" / name
         records = read_jsonl(run / "metrics.jsonl")  # that of step 0 is the evaluation before training
-        rewards = [record["reward/mean"] for record in records if record["step"] > 0]
-        first, last = tenth(rewards, last=False), tenth(rewards, last=True)
+        first, last = tenths([record for record in records if record["step"] > 0])
         assert first is not None and last is not None and last > first + 0.3
         evaluations = [record["eval/reward/mean"] for record in records if "eval/reward/mean" in record]
         assert evaluations[-1] > evaluations[0] + 0.3

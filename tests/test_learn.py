@@ -58,7 +58,7 @@ def test_only_an_interval_wholly_below_0_is_behind() -> None:
     assert learn.rows_of(ALIKE)[0].cells[-1] == "–"
     (row,) = learn.rows_of(made_up(rlgen=[0.1], TRL=[0.9]))  # one seed proves nothing
     assert row.cells[-2:] == ("-0.800", "–") and not row.behind
-    assert "one seed each proves little" in row.verdict.estimate.basis
+    assert "one seed each proves little" in row.verdict.basis
 
 
 def test_a_curve_is_the_mean_over_seeds_of_five_steps_each() -> None:

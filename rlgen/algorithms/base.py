@@ -9,6 +9,8 @@ from torch import Tensor
 from rlgen.losses.correction import Correction
 from rlgen.losses.inputs import LossInputs, Stats
 from rlgen.losses.kl import KL
+from rlgen.losses.policy import Aggregation, policy_loss
+from rlgen.losses.variants import Variant
 from rlgen.recipe.trainers import CorrectionRecipe, PolicyRecipe
 from rlgen.types import Distribution
 
@@ -132,8 +134,13 @@ def rewards_less_kl(rewards: Tensor, scores: Scores, recipe: PolicyRecipe) -> Te
     return rewards if scores.kl is None else rewards - recipe.beta * scores.kl
 
 
-def kl_of(recipe: PolicyRecipe) -> KL | None:
-    """Returns the KL term of the loss; None if the recipe has no KL there."""
-    if recipe.beta == 0 or recipe.kl == "k1_in_reward":
-        return None
-    return KL(recipe.beta, recipe.kl, recipe.kl_use_weight)
+def recipe_loss(x: LossInputs, recipe: PolicyRecipe, variant: Variant, aggregation: Aggregation) -> tuple[Tensor, Stats]:
+    """Returns `policy_loss` with the terms that both recipes have: KL, masking of off-policy completions, entropy bonus."""
+    return policy_loss(
+        x,
+        variant=variant,
+        aggregation=aggregation,
+        kl=None if recipe.beta == 0 or recipe.kl == "k1_in_reward" else KL(recipe.beta, recipe.kl, recipe.kl_use_weight),
+        off_policy_max=recipe.off_policy_max,
+        entropy_bonus=recipe.entropy_bonus,
+    )

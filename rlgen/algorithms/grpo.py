@@ -18,10 +18,9 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from rlgen.algorithms.base import Advantages, Denominator, PolicyGradient, Scores, kl_of, rewards_less_kl
+from rlgen.algorithms.base import Advantages, Denominator, PolicyGradient, Scores, recipe_loss, rewards_less_kl
 from rlgen.losses.advantages import gdpo_advantages, group_advantages, without_signal
 from rlgen.losses.inputs import LossInputs, Stats
-from rlgen.losses.policy import Objective, policy_loss
 from rlgen.losses.variants import Cispo, Clip, RatioLevel, Sapo, Variant, Vespo
 from rlgen.recipe.trainers import GRPORecipe
 
@@ -54,15 +53,7 @@ class GRPO(PolicyGradient):
 
     def loss(self, x: LossInputs) -> tuple[Tensor, Stats]:
         """Returns the loss of a micro-batch, by the recipe's variant and aggregation."""
-        settings = self.recipe
-        objective = Objective(
-            variant=variant_of(settings),
-            aggregation=settings.aggregation,
-            kl=kl_of(settings),
-            off_policy_max=settings.off_policy_max,
-            entropy_bonus=settings.entropy_bonus,
-        )
-        return policy_loss(x, objective)
+        return recipe_loss(x, self.recipe, variant_of(self.recipe), self.recipe.aggregation)
 
 
 def variant_of(settings: GRPORecipe) -> Variant:

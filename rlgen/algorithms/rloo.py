@@ -18,10 +18,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rlgen.algorithms.base import Advantages, Denominator, PolicyGradient, Scores, kl_of, rewards_less_kl
+from rlgen.algorithms.base import Advantages, Denominator, PolicyGradient, Scores, recipe_loss, rewards_less_kl
 from rlgen.losses.advantages import normalized, rloo_advantages, without_signal
 from rlgen.losses.inputs import LossInputs, Stats
-from rlgen.losses.policy import Objective, policy_loss
 from rlgen.losses.variants import Clip
 from rlgen.recipe.trainers import RLOORecipe
 
@@ -44,14 +43,7 @@ class RLOO(PolicyGradient):
 
     def loss(self, x: LossInputs) -> tuple[Tensor, Stats]:
         """Returns the loss of a micro-batch."""
-        settings = self.recipe
-        of_tokens = settings.ratio == "token"
-        objective = Objective(
-            variant=Clip(settings.clip_low, settings.clip_high, settings.delta, "token" if of_tokens else "sequence_sum"),
-            # A ratio of the whole completion counts once: all its tokens have the same loss, of which `seq_mean` takes the mean.
-            aggregation="seq_sum" if of_tokens else "seq_mean",
-            kl=kl_of(settings),
-            off_policy_max=settings.off_policy_max,
-            entropy_bonus=settings.entropy_bonus,
-        )
-        return policy_loss(x, objective)
+        settings, of_tokens = self.recipe, self.recipe.ratio == "token"
+        variant = Clip(settings.clip_low, settings.clip_high, settings.delta, "token" if of_tokens else "sequence_sum")
+        # A ratio of the whole completion counts once: all its tokens have the same loss, of which `seq_mean` takes the mean.
+        return recipe_loss(x, settings, variant, "seq_sum" if of_tokens else "seq_mean")

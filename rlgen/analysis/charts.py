@@ -8,7 +8,8 @@ from rlgen.analysis.run import EDGES, Record, Run, number
 from rlgen.metrics import Family, Metric
 
 MOST_POINTS = 2000  # of a curve; of a longer run every n-th step is drawn
-SPEED = "tokens per second"  # derived from two metrics
+SPEED = "tokens per second"  # derived from two metrics, as are the next two
+SPREAD = ("reward less its spread", "reward and its spread")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,6 @@ class ChartPlan:
     title: str
     keys: Mapping[str, str]  # label -> key of metrics.jsonl
     band: tuple[str, str] | None = None  # keys of the lower and upper edge of the first line's band
-    spread: str | None = None  # or the key of its half width
     log: bool = False
     stacked: bool = False
 
@@ -63,7 +63,7 @@ DELTAS = {"mean": Metric.SAMPLER_DELTA_MEAN, "99.9 %": Metric.SAMPLER_DELTA_P999
 TOKENS = {"sampled": Metric.TOKENS_GENERATED, "trained": Metric.TOKENS_TRAINED, "padding": Metric.TOKENS_PADDING}
 AGREEMENT = "Agreement of engine and trainer"
 PLANS = (
-    ChartPlan("Learning", "Reward", {"mean": Metric.REWARD_MEAN}, spread=Metric.REWARD_STD),
+    ChartPlan("Learning", "Reward", {"mean": Metric.REWARD_MEAN}, band=SPREAD),
     ChartPlan("Learning", "Loss", {"loss": Metric.LOSS}),
     ChartPlan("Learning", "Gradient norm", {"norm": Metric.GRAD_NORM}),
     ChartPlan("Learning", "Groups of equal rewards", {"share": Metric.GROUPS_ZERO_STD}),
@@ -92,13 +92,12 @@ EVALUATED: dict[str, str] = {
     Metric.EVAL_DELTA_MEAN: "difference of log-probs, mean",
     Metric.EVAL_DELTA_MAX: "difference of log-probs, largest",
 }
-SIZES = (Metric.EVAL_PROMPTS,)  # how much is evaluated, which never changes
 UNDRAWN = frozenset([Metric.STEP, Metric.TIME_STEP, Metric.REWARD_STD, Metric.WEIGHTS_VERSION, Metric.CLIP_LOW, Metric.CLIP_HIGH])
 
 
 def charts_of(run: Run) -> list[Chart]:
     """Returns the charts of a run: evaluations first, then those of `PLANS` that were measured, then all other metrics."""
-    rows = [{**row, SPEED: speed_of(row)} for row in thinned(run.metrics)]
+    rows = [{**row, **derived(row)} for row in thinned(run.metrics)]
     planned = [chart for plan in plans(rows) if (chart := drawn(plan, rows)) is not None]
     return [*evaluation_charts(run.evaluations), *planned, *unplanned_charts(rows)]
 
@@ -112,9 +111,11 @@ def thinned(records: Sequence[T]) -> Sequence[T]:
     return records if every <= 1 else [record for place, record in enumerate(reversed(records)) if place % every == 0][::-1]
 
 
-def speed_of(row: Record) -> float | None:
+def derived(row: Record) -> dict[str, float | None]:
     tokens, seconds = number(row, Metric.TOKENS_GENERATED), number(row, Metric.TIME_STEP)
-    return tokens / seconds if tokens is not None and seconds else None
+    mean, std = number(row, Metric.REWARD_MEAN), number(row, Metric.REWARD_STD)
+    low, high = (None, None) if mean is None or std is None else (mean - std, mean + std)
+    return {SPEED: tokens / seconds if tokens is not None and seconds else None, SPREAD[0]: low, SPREAD[1]: high}
 
 
 def plans(rows: Sequence[Record]) -> list[ChartPlan]:
@@ -136,7 +137,7 @@ def drawn(plan: ChartPlan, rows: Sequence[Record]) -> Chart | None:
     for label, key in plan.keys.items():
         values = [number(row, key) for row in rows]
         if any(value is not None for value in values):
-            low, high = edges(plan, rows, values) if not lines else (None, None)
+            low, high = ([number(row, edge) for row in rows] for edge in plan.band) if plan.band and not lines else (None, None)
             lines.append(Line(label=label, values=values, low=low, high=high))
     if not lines:
         return None
@@ -147,25 +148,10 @@ def drawn(plan: ChartPlan, rows: Sequence[Record]) -> Chart | None:
     return replace(chart, unit=unit, log=plan.log, stacked=plan.stacked)
 
 
-Values = Sequence[float | None]
-
-
-def edges(plan: ChartPlan, rows: Sequence[Record], values: Values) -> tuple[Values | None, Values | None]:
-    """Returns the edges of the band around a line."""
-    if plan.band is not None:
-        low, high = ([number(row, key) for row in rows] for key in plan.band)
-        return low, high
-    if plan.spread is None:
-        return None, None
-    pairs = [(value, number(row, plan.spread)) for value, row in zip(values, rows, strict=True)]
-    low, high = ([None if value is None or width is None else value + sign * width for value, width in pairs] for sign in (-1, 1))
-    return low, high
-
-
 def evaluated_keys(evaluations: Sequence[Record]) -> list[str]:
-    """Returns the keys of all values of evaluations, without the edges of their intervals."""
+    """Returns the keys of all values of evaluations, without the edges of their intervals and the size, which never changes."""
     keys = dict.fromkeys(key for row in evaluations for key in row)
-    return [key for key in keys if key.startswith("eval/") and not key.endswith(EDGES) and key not in SIZES]
+    return [key for key in keys if key.startswith("eval/") and not key.endswith(EDGES) and key != Metric.EVAL_PROMPTS]
 
 
 def evaluation_charts(evaluations: Sequence[Record]) -> list[Chart]:
@@ -187,7 +173,7 @@ def evaluation_charts(evaluations: Sequence[Record]) -> list[Chart]:
 
 def unplanned_charts(rows: Sequence[Record]) -> list[Chart]:
     """Returns a chart for each number that no plan names, so that a new metric is seen without a change here."""
-    named = {key for plan in plans(rows) for key in (*plan.keys.values(), *(plan.band or ()), plan.spread)} | UNDRAWN
+    named = {key for plan in plans(rows) for key in (*plan.keys.values(), *(plan.band or ()))} | UNDRAWN
     keys = dict.fromkeys(key for row in rows for key in row if key not in named and not key.startswith(("health/", "eval/")))
     steps = [row[Metric.STEP] for row in rows]
     charts = []

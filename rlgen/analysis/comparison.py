@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -25,16 +26,6 @@ LISTED = 5  # names of metrics that a message shows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """How far two groups are apart."""
-
-    difference: float | None = None  # None: one of them has measured nothing there
-    interval: Interval | None = None
-    method: Literal["Welch's t over seeds", "block bootstrap over steps"] | None = None
-    basis: str  # what the interval rests on, or why there is none
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """The mean of a metric in one group minus that in another, over the last quarter of the steps that both have."""
 
@@ -42,7 +33,10 @@ class Verdict:
     right: str
     metric: str
     steps: Sequence[int]  # the last quarter
-    estimate: Estimate
+    difference: float | None = None  # None: one of them has measured nothing there
+    interval: Interval | None = None
+    method: Literal["Welch's t over seeds", "block bootstrap over steps"] | None = None
+    basis: str  # what the interval rests on, or why there is none
 
     @property
     def place(self) -> str:
@@ -51,19 +45,18 @@ class Verdict:
     @property
     def higher(self) -> str | None:
         """Returns the group whose metric is higher; None if the interval holds 0, or if there is none."""
-        interval = self.estimate.interval
-        if interval is None or interval.low <= 0 <= interval.high:
+        if self.interval is None or self.interval.low <= 0 <= self.interval.high:
             return None
-        return self.left if interval.value > 0 else self.right
+        return self.left if self.interval.value > 0 else self.right
 
     @property
     def sentence(self) -> str:
         """Returns the verdict: "A is better than B by 0.12 (0.05 to 0.19)"."""
-        difference, interval = self.estimate.difference, self.estimate.interval
-        if difference is None:
+        interval = self.interval
+        if self.difference is None:
             return f"{self.left} and {self.right} cannot be compared"
         if interval is None:
-            return f"no verdict: {self.left} minus {self.right} is {difference:.3g}"
+            return f"no verdict: {self.left} minus {self.right} is {self.difference:.3g}"
         if self.higher is None:
             return f"no difference can be seen: {self.left} minus {self.right} is {interval}"
         word = "better" if BETTER.fullmatch(self.metric) else "higher"
@@ -179,30 +172,32 @@ def verdict(left: RunGroup, right: RunGroup, metric: str) -> Verdict:
     """Returns the verdict on two groups. Runs that never measured the metric are left out."""
     sides = [[values for run in group.runs if (values := series_of(run, metric))] for group in (left, right)]
     steps = last_quarter([*sides[0], *sides[1]]) if all(sides) else []
-    found = estimate(sides[0], sides[1], steps, (left.letter, right.letter))
-    return Verdict(left=left.letter, right=right.letter, metric=metric, steps=steps, estimate=found)
+    return verdict_at(sides[0], sides[1], steps, (left.letter, right.letter), metric)
 
 
-def estimate(left: Sequence[Series], right: Sequence[Series], steps: Sequence[int], letters: tuple[str, str]) -> Estimate:
-    """Returns how far the runs of two groups are apart at these steps: over seeds if each has two, else over the steps."""
+def verdict_at(
+    left: Sequence[Series], right: Sequence[Series], steps: Sequence[int], letters: tuple[str, str], metric: str
+) -> Verdict:
+    """Returns the verdict on the runs of two groups at these steps: over seeds if each has two, else over the steps."""
+    made = partial(Verdict, left=letters[0], right=letters[1], metric=metric, steps=steps)
     sides = [[values for values in side if math.isfinite(mean_at(values, steps))] for side in (left, right)]
     means = [[mean_at(values, steps) for values in side] for side in sides]
     if not all(means):
         empty = " and ".join(letter for letter, found in zip(letters, means, strict=True) if not found)
-        return Estimate(basis=f"{empty} measured nothing there" if steps else "there is no step at which both have measured it")
+        return made(basis=f"{empty} measured nothing there" if steps else "there is no step at which both have measured it")
     seeds, difference = [len(found) for found in means], float(np.mean(means[0]) - np.mean(means[1]))
     if min(seeds) > 1:
         basis = f"95 % interval over {seeds[0]} and {seeds[1]} seeds (Welch's t)"
-        return Estimate(difference=difference, interval=of_difference(*means), method="Welch's t over seeds", basis=basis)
+        return made(difference=difference, interval=of_difference(*means), method="Welch's t over seeds", basis=basis)
     caution = "one seed each proves little" if max(seeds) == 1 else f"{letters[seeds.index(1)]} has one seed, which proves little"
     curves = [np.mean([[values[step] for step in steps] for values in side], axis=0) for side in sides]
     apart = [value for value in (curves[0] - curves[1]).tolist() if math.isfinite(value)]  # where all runs have a number
     if len(apart) < LEAST:
         basis = f"no interval: both sides have a number at {len(apart)} steps, but at least {LEAST} are needed; {caution}"
-        return Estimate(difference=difference, basis=basis)
+        return made(difference=difference, basis=basis)
     basis = f"95 % interval over {len(apart)} steps (block bootstrap, {block_size(apart)} steps a block); {caution}"
     interval = of_series(apart)
-    return Estimate(difference=interval.value, interval=interval, method="block bootstrap over steps", basis=basis)
+    return made(difference=interval.value, interval=interval, method="block bootstrap over steps", basis=basis)
 
 
 def notes_of(run: Run, name: str, metric: str) -> list[str]:

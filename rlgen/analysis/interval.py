@@ -28,8 +28,7 @@ class Interval:
 
 def of_mean(values: Values) -> Interval:
     """Returns the mean of two independent values or more, with Student's interval."""
-    mean, reach = float(np.mean(values)), float(reach_of_mean(np.asarray(values)))
-    return Interval(mean, mean - reach, mean + reach)
+    return around(float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(len(values)), len(values) - 1)
 
 
 def reach_of_mean(rows: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -90,7 +90,7 @@ def pack_rollouts(run: Run, most_rows: int) -> tuple[dict[str, Any], dict[str, s
         "chunks": [len(chunk.rows["step"]) for chunk in chunks],
         "low": correction.min,
         "high": correction.max,
-        "rewards": sorted({label for chunk in chunks for label in chunk.labels}),
+        "rewards": sorted(name.removeprefix("reward/") for name in rows if name.startswith("reward/")),
     }
     return facts, parts, ids[by_frequency].tolist()
 
@@ -118,7 +118,6 @@ def chunked(run: Path, steps: Sequence[int], most_rows: int) -> Iterator[pa.Tabl
 class Chunk:
     """Some rollouts, before they are packed."""
 
-    labels: Sequence[str]  # names of the rewards
     rows: Mapping[str, list[Any]]
     texts: Mapping[str, Any]
     ids: NDArray[np.int32]  # [N]
@@ -145,7 +144,6 @@ class Chunk:
         for label, values in zip(labels, [] if single is None else single.flatten(), strict=True):
             rows[f"reward/{label}"] = [short(value) for value in values.to_pylist()]
         return cls(
-            labels=labels,
             rows={
                 **rows,
                 "length": lengths.tolist(),

@@ -31,7 +31,7 @@ def plot(chart: Chart, width: int) -> list[Text]:
     at = np.floor((places - places[0]) / span * (columns - 1) + 0.5).astype(int)
 
     def rows(values: Sequence[float | None] | None) -> NDArray[np.int64]:
-        heights = by_column(at, np.array([np.nan if value is None else value for value in values or ()]), columns)
+        heights = by_column(at, np.array(values or (), dtype=float), columns)
         share = (high + room - heights) / (high - low + 2 * room)
         return np.where(np.isfinite(share), np.floor(np.nan_to_num(share) * (HEIGHT - 1) + 0.5), NOWHERE).astype(np.int64)
 

@@ -5,6 +5,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from rlgen.analysis.charts import Chart
 from rlgen.errors import SetupError
 from rlgen.files import whole_file
@@ -67,12 +69,9 @@ def paint(axes: "Axes", chart: Chart) -> None:
         values = [[value or 0.0 for value in line.values] for line in chart.lines]
         axes.stackplot(chart.x, values, labels=[line.label for line in chart.lines], colors=COLOURS, alpha=0.8)
     for line, colour in zip(() if chart.stacked else chart.lines, cycle(COLOURS), strict=False):
-        axes.plot(chart.x, gaps(line.values), color=colour, label=line.label, linewidth=1.4)
+        axes.plot(chart.x, np.array(line.values, dtype=float), color=colour, label=line.label, linewidth=1.4)
         if line.low is not None and line.high is not None:
-            axes.fill_between(chart.x, gaps(line.low), gaps(line.high), color=colour, alpha=0.15, linewidth=0)
+            edges = np.array([line.low, line.high], dtype=float)  # None: NaN
+            axes.fill_between(chart.x, *edges, color=colour, alpha=0.15, linewidth=0)
     if len(chart.lines) > 1:
         axes.legend(fontsize=8, frameon=False)
-
-
-def gaps(values: Sequence[float | None]) -> list[float]:
-    return [float("nan") if value is None else value for value in values]

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from rlgen.analysis.aligned import BAND
@@ -55,7 +56,7 @@ def write_comparison(comparison: Comparison, charts: Sequence[Chart], by: str, p
             {
                 "of": f"{verdict.left} and {verdict.right}, {verdict.place}",
                 "sentence": verdict.sentence,
-                "basis": verdict.estimate.basis,
+                "basis": verdict.basis,
                 "higher": verdict.higher is not None,
             }
             for verdict in comparison.verdicts
@@ -137,26 +138,9 @@ def write_page(path: Path, title: str, scripts: Sequence[str], facts: Any, parts
         f"default-src 'none'; script-src {hash_of(script)}; style-src {hash_of(style)}; img-src data:; base-uri 'none';"
         " form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
     )
-    page = f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<link rel="icon" href="data:,">
-<title>{html.escape(title)}</title>
-<style>{style}</style>
-</head>
-<body>
-<noscript>This page needs JavaScript: allow it here. All scripts are in the page.</noscript>
-<main id="page"></main>
-{chr(10).join(islands)}
-<script>{script}</script>
-</body>
-</html>
-"""
-    write_text(path, page)
+    page = Template((ASSETS / "page.html").read_text(encoding="utf-8"))
+    title, data = html.escape(title), "\n".join(islands)
+    write_text(path, page.substitute(policy=policy, title=title, style=style, islands=data, script=script))
 
 
 def island(value: Any) -> str:

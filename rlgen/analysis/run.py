@@ -65,10 +65,11 @@ def interval_of(record: Record, key: str) -> str:
     return "" if low is None or high is None else f"{low:.3g} to {high:.3g}"
 
 
-def tenth(values: Sequence[float | None], last: bool) -> float | None:
-    """Returns the mean of the first or the last tenth of the values, at least one; None if nothing was measured there."""
+def tenths(steps: Sequence[Record]) -> tuple[float | None, float | None]:
+    """Returns the mean rewards of the first and of the last tenth of the steps, at least one each; None: none was measured."""
+    values = [number(step, Metric.REWARD_MEAN) for step in steps]
     count = max(1, len(values) // 10)
-    return mean_of(values[-count:] if last else values[:count])
+    return mean_of(values[:count]), mean_of(values[-count:])
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:

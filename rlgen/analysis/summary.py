@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlgen.analysis.charts import PHASES
-from rlgen.analysis.run import Run, interval_of, mean_of, number, tenth
+from rlgen.analysis.run import Run, interval_of, mean_of, number, tenths
 from rlgen.metrics import Metric
 from rlgen.run.checkpoint_folder import CheckpointFolder
 from rlgen.run.clock import as_clock
@@ -81,14 +81,8 @@ def summary_of(run: Run, verdicts: Sequence[RuleVerdict]) -> list[Fact]:
     return [fact for fact in found if fact is not None]
 
 
-def tenths_of(run: Run) -> tuple[float | None, float | None]:
-    """Returns the mean reward in the first and in the last tenth of the steps."""
-    values = [number(row, Metric.REWARD_MEAN) for row in run.metrics]
-    return tenth(values, last=False), tenth(values, last=True)
-
-
 def reward_fact(run: Run) -> Fact | None:
-    first, last = tenths_of(run)
+    first, last = tenths(run.metrics)
     if first is None or last is None:
         return None
     change = f"{first:.3g} in the first tenth, {last - first:+.3g}"
@@ -155,7 +149,7 @@ def ending_of(run: Run, seconds: float, next_command: str) -> list[str]:
     step, steps = len(run.metrics), run.recipe.run.steps
     state = "done" if step >= steps else "stopped"
     lines = [f"{state}: {step} of {steps} steps, {as_clock(seconds)} since the command; {run.path}"]
-    first, last = tenths_of(run)
+    first, last = tenths(run.metrics)
     if first is not None and last is not None:
         of = "step" if step < 20 else f"{step // 10} steps"
         lines.append(f"reward: {first:.3f} in the first {of}, {last:.3f} in the last {of}")

@@ -87,18 +87,17 @@ def bounds(value: Interval | float | None) -> dict[str, float | None]:
 
 def verdict_object(verdict: Verdict) -> dict[str, Any]:
     """Returns a verdict: `difference` is `left` minus `right`, with its interval."""
-    estimate = verdict.estimate
     return {
         "left": verdict.left,
         "right": verdict.right,
         "higher": verdict.higher,
-        "difference": estimate.difference,
-        "low": estimate.interval.low if estimate.interval else None,
-        "high": estimate.interval.high if estimate.interval else None,
-        "method": estimate.method,
+        "difference": verdict.difference,
+        "low": verdict.interval.low if verdict.interval else None,
+        "high": verdict.interval.high if verdict.interval else None,
+        "method": verdict.method,
         "steps": [verdict.steps[0], verdict.steps[-1]] if verdict.steps else None,
         "sentence": verdict.sentence,
-        "basis": estimate.basis,
+        "basis": verdict.basis,
     }
 
 
@@ -122,7 +121,7 @@ def print_comparison(comparison: Comparison, by: By) -> None:
             page.print(Text(BAND, style="dim"))
     for verdict in comparison.verdicts:
         page.print(Text(f"\n{verdict.sentence}", style="bold"))
-        page.print(Text(printable(f"{comparison.metric}, {verdict.place}; {verdict.estimate.basis}"), style="dim"))
+        page.print(Text(printable(f"{comparison.metric}, {verdict.place}; {verdict.basis}"), style="dim"))
     for place, note in enumerate(comparison.notes):
         page.print(Text(printable(("" if place else "\n") + f"note: {note}"), style="yellow"))
     echo_styled(page)

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,7 +70,7 @@ def examine(recipe: Recipe, logs: Path, say: Say, as_json: bool, store: bool, pr
         say(f"baseline stored in {baselines.path}")
     seconds = time.perf_counter() - began
     if as_json and processes.is_main:
-        report = {"healthy": wrong is None, "versions": versions, "rungs": [rung.as_json() for rung in rungs]}
+        report = {"healthy": wrong is None, "versions": versions, "rungs": [asdict(rung) for rung in rungs]}
         echo(json.dumps({**report, "baseline": compared, "seconds": round(seconds, 1)}, indent=2))
     if wrong is not None:
         raise wrong.error()

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlgen.analysis.run import interval_of, tenth
-from rlgen.analysis.run import number as number_of
+from rlgen.analysis.run import interval_of, tenths
 from rlgen.cli.output import echo, echo_styled, page_for_terminal, plain_table
 from rlgen.errors import EXIT_CODES, UsageError
 from rlgen.metrics import Family, Metric
@@ -126,7 +125,6 @@ def status_of(path: Path) -> dict[str, Any]:
     records = read_records(path / "metrics.jsonl")
     evaluated = [record for record in records if Metric.EVAL_REWARD_MEAN in record]
     steps = [record for record in records if record[Metric.STEP]]
-    rewards = [number_of(record, Metric.REWARD_MEAN) for record in steps]
     newest = steps[-1] if steps else {}
     return {
         **found,
@@ -135,7 +133,7 @@ def status_of(path: Path) -> dict[str, Any]:
         "evaluation": evaluated[-1] if evaluated else None,
         "best_checkpoint": pinned_step(path),
         "remaining": remaining(seconds_of(records), found["steps"] - found["step"]) if alive else None,
-        "trend": {"first": tenth(rewards, last=False), "last": tenth(rewards, last=True)},
+        "trend": dict(zip(("first", "last"), tenths(steps), strict=True)),
         "rewards": {key.split("/", 1)[1].removesuffix("/mean"): newest[key] for key in Family.REWARD_MEAN.keys(newest)},
     }
 

@@ -15,7 +15,7 @@ from rlgen.data.cache import cached
 from rlgen.data.chats import as_messages
 from rlgen.data.images import Encoded, Placeholder, encoded, with_parts
 from rlgen.data.source import Rows
-from rlgen.data.tokens import PROMPTS, WITH_IMAGES, PromptWriter, place, prompts_key
+from rlgen.data.tokens import PROMPTS, PromptWriter, place, prompts_key
 from rlgen.errors import DataError
 from rlgen.recipe.data import DataRecipe
 from rlgen.recipe.sizes import PromptLimit
@@ -41,22 +41,17 @@ class PromptStream:
     over_long: tuple[int, ...]  # fewest and most tokens of the prompts that are too long; empty if there is none
     chats: int  # prompts that went through the chat template
     counts: Mapping[str, int]  # rows that were read, that were left out (by reason) and that are used; duplicates among these
-    prompt_ids: str
+    digest: str  # of the ids of all prompts, which changes when tokenizer, template or data change
     seed: int
-    shuffle: bool
 
     def __len__(self) -> int:
         return len(self.table)
-
-    def digest(self) -> str:
-        """Returns the digest of the ids of all prompts, which changes when tokenizer, template or data change."""
-        return self.prompt_ids
 
     def take(self, start: int, count: int) -> list[Prompt]:
         """Returns the prompts at positions `start` to `start + count - 1`: take(0, 2) + take(2, 3) == take(0, 5)."""
         own = self.data.columns
         places = [self.place(position) for position in range(start, start + count)]
-        numbers, texts, ids = (self.table.column(name) for name in PROMPTS.names)
+        numbers, texts, ids = (self.table.column(name) for name in ("row", "text", "ids"))
         prompts = []
         for position, (row, columns) in enumerate(
             zip(places, self.rows.at([numbers[row].as_py() for row in places]), strict=True), start
@@ -94,7 +89,7 @@ class PromptStream:
 
     def place(self, position: int) -> int:
         epoch, place = divmod(position, len(self))
-        return order(self.seed, epoch, len(self))[place] if self.shuffle else place
+        return order(self.seed, epoch, len(self))[place] if self.data.shuffle else place
 
 
 # Two entries, because a step may span two epochs; shuffling a million rows takes half a second.
@@ -130,7 +125,7 @@ def build_prompts(
     # With images there is no key: their files may change although those of the rows do not.
     key = prompts_key(data, rows, tokenizer, limit, tools) if images is None else None
     writer = PromptWriter(data=data, rows=rows, tokenizer=tokenizer, limit=limit, tools=tools, images=images)
-    made = cached("prompts", key, PROMPTS if images is None else WITH_IMAGES, writer.all)
+    made = cached("prompts", key, PROMPTS, writer.all)
     counts, over_long = made.facts["counts"], tuple(made.facts["over_long"])
     refuse(data, rows, counts, made.facts["chats"], made.facts["usual"])
     if not counts["used"]:
@@ -144,9 +139,8 @@ def build_prompts(
         over_long=over_long,
         chats=made.facts["chats"],
         counts=counts,
-        prompt_ids=made.facts["prompt_ids"],
+        digest=made.facts["prompt_ids"],
         seed=seed,
-        shuffle=data.shuffle,
     )
 
 
@@ -204,8 +198,8 @@ def overlap(prompts: PromptStream, others: PromptStream) -> int:
 
 def seen_by_model(prompts: PromptStream) -> list[tuple[str, ...]]:
     """Returns for each prompt its text and the digests of its images."""
-    rows = prompts.table.select([name for name in ("text", "images") if name in prompts.table.column_names]).to_pylist()
-    return [(row["text"], *(image["sha256"] for image in row.get("images", ()))) for row in rows]
+    rows = prompts.table.select(["text", "images"]).to_pylist()
+    return [(row["text"], *(image["sha256"] for image in row["images"])) for row in rows]
 
 
 def listed(counts: Mapping[str, int]) -> str:

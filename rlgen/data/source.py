@@ -53,8 +53,6 @@ class Rows:
 
     def at(self, indices: Sequence[int]) -> list[Mapping[str, Any]]:
         """Returns the rows at `indices`, in that order."""
-        if not isinstance(self.rows, datasets.Dataset):
-            return [self.rows[index] for index in indices]
         rows = zip(*self.values(indices, self.columns), strict=True)
         return [dict(zip(self.columns, row, strict=True)) for row in rows]
 

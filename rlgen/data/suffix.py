@@ -29,6 +29,7 @@ ODD = 'a "b" \\ c\n{"d": [1, "é"]}'  # an answer that templates may escape
 EMPTY_THINKING = re.compile(r"<think>\s*</think>\s*")
 KINDS = ("call", "plain", "thinking", "thinking in the text")
 REMEDY = "set data.chat_template to the file of another template"
+CALL_ID = "call{:05d}"  # of a call by its place in a turn: nine characters, as Mistral's templates demand
 BREAK = "\u200b"  # breaks up the text of a special token if nothing else helps
 
 
@@ -171,11 +172,6 @@ class Suffixes:
         except Exception as error:  # a template is a program and may raise anything
             raise Refused(f"{type(error).__name__}: {error}") from error
 
-    def _told(self, names: Sequence[str], answers: Sequence[str]) -> list[dict[str, Any]]:
-        if self.role == "tool":
-            return told(names, answers)
-        return [{"role": self.role, "content": answer} for answer in answers]
-
     def _whole(self, names: Sequence[str], answers: Sequence[str], kind: str, ongoing: bool = True, rounds: int = 1) -> str:
         """Returns the text of a question, and so many times of a turn of a kind and answers. Some templates accept arguments only
         as text, and some at most one call in a turn.
@@ -184,7 +180,7 @@ class Suffixes:
         for calls, as_text in itertools.product((names, names[:1]), (False, True)):
             said = turn(calls, kind, as_text)
             try:
-                return self._render([ASKED, *[said, *self._told(names, answers)] * rounds], ongoing)
+                return self._render([ASKED, *[said, *told(self.role, names, answers)] * rounds], ongoing)
             except Refused as error:
                 tried.append(error)
         raise tried[0]
@@ -269,21 +265,15 @@ def calls_of(calls: Mapping[int, tuple[str, Mapping[str, Any]]], as_text: bool =
     """Returns calls, by their place in a turn, as messages have them. `as_text`: arguments are JSON text, not an object."""
     form: Callable[[Mapping[str, Any]], Any] = json.dumps if as_text else dict
     return [
-        {"type": "function", "id": identifier(place), "function": {"name": name, "arguments": form(given)}}
+        {"type": "function", "id": CALL_ID.format(place), "function": {"name": name, "arguments": form(given)}}
         for place, (name, given) in calls.items()
     ]
 
 
-def told(names: Sequence[str], answers: Sequence[str]) -> list[dict[str, Any]]:
-    return [
-        {"role": "tool", "name": names[place], "tool_call_id": identifier(place), "content": answer}
-        for place, answer in enumerate(answers)
-    ]
-
-
-def identifier(place: int) -> str:
-    """Returns the id of a call within a turn: nine characters, as Mistral's templates demand."""
-    return f"call{place:05d}"
+def told(role: str, names: Sequence[str], answers: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns answers as messages. Those of tools, `names`, say which call they answer."""
+    calls = [{"name": name, "tool_call_id": CALL_ID.format(place)} if role == "tool" else {} for place, name in enumerate(names)]
+    return [{"role": role, **call, "content": answer} for call, answer in zip(calls, answers, strict=False)]
 
 
 def holes_of(answers: Sequence[str]) -> list[str]:

@@ -26,13 +26,11 @@ from rlgen.recipe.data import DataRecipe
 from rlgen.recipe.sizes import PromptLimit
 from rlgen.types import Image
 
-# Columns of a prompt: the index of its row in the data set, the text that the model sees, and its ids.
-PROMPTS = pyarrow.schema(
-    [("row", pyarrow.int32()), ("text", pyarrow.large_string()), ("ids", pyarrow.large_list(pyarrow.int32()))]
-)
-# The same with images: each one's digest, and the range of its ids.
-IMAGE = pyarrow.struct([("sha256", pyarrow.string()), ("start", pyarrow.int32()), ("stop", pyarrow.int32())])
-WITH_IMAGES = PROMPTS.append(pyarrow.field("images", pyarrow.large_list(IMAGE)))
+# Columns of a prompt: the index of its row in the data set, the text that the model sees, its ids, and of each image the digest
+# and the range of its ids.
+IMAGES = pyarrow.large_list(pyarrow.struct([("sha256", pyarrow.string()), ("start", pyarrow.int32()), ("stop", pyarrow.int32())]))
+IDS = pyarrow.large_list(pyarrow.int32())
+PROMPTS = pyarrow.schema([("row", pyarrow.int32()), ("text", pyarrow.large_string()), ("ids", IDS), ("images", IMAGES)])
 IMAGE_ROWS = 32  # rows whose images are in memory at a time
 CACHED_ROWS = 2000  # rows from which on the prompts of a data set are cached
 CHATS_COMPARED = 8
@@ -185,16 +183,14 @@ class PromptWriter:
         self.digest.update(numpy.insert(flat.astype(numpy.int64), starts, lengths).tobytes())
         self.counts.update(over_long=len(templated) - len(kept), used=len(kept))
         self.counts["duplicates"] = self.counts["used"] - len(self.seen)
+        placed = [[{"sha256": one.sha256, "start": one.start, "stop": one.stop} for one in images] for _, _, images in kept]
         columns = {
             "row": pyarrow.array([entry.row for entry, _, _ in kept], pyarrow.int32()),
             "text": pyarrow.array([entry.text for entry, _, _ in kept], pyarrow.large_string()),
             "ids": pyarrow.LargeListArray.from_arrays(numpy.concatenate([[0], ends]), flat),
+            "images": pyarrow.array(placed, IMAGES),
         }
-        if self.images is None:
-            return pyarrow.record_batch(columns, schema=PROMPTS)
-        placed = [[{"sha256": one.sha256, "start": one.start, "stop": one.stop} for one in images] for _, _, images in kept]
-        columns["images"] = pyarrow.array(placed, WITH_IMAGES.field("images").type)
-        return pyarrow.record_batch(columns, schema=WITH_IMAGES)
+        return pyarrow.record_batch(columns, schema=PROMPTS)
 
 
 def seen_as(image: Encoded, placeholder: Placeholder, where: str) -> tuple[str, tuple[int, ...]]:

@@ -37,6 +37,9 @@ class Correction:
         return self.mode.startswith("sequence")
 
 
+NO_CORRECTION = Correction(mode="none", low=None, high=None, geometric=None)
+
+
 def importance_weight(old_logp: Tensor, sampler_logp: Tensor, mask: Tensor, correction: Correction) -> Tensor:
     """Returns the weight of each token [B, T], or for `sequence_*` modes of each row [B, 1].
 
@@ -60,36 +63,13 @@ def importance_weight(old_logp: Tensor, sampler_logp: Tensor, mask: Tensor, corr
     return select((mean_ratio_B1 >= lowest) & (mean_ratio_B1 <= highest), weight)
 
 
-MISMATCH: tuple[str, ...] = (
-    Metric.SAMPLER_DELTA_MEAN,
-    Metric.SAMPLER_DELTA_MAX,
-    Metric.SAMPLER_DELTA_P999,
-    Metric.SAMPLER_KL,
-    Metric.SAMPLER_KL_K1,
-    Metric.SAMPLER_KL_REVERSE_K1,
-    Metric.SAMPLER_KL_REVERSE_K3,
-    Metric.IS_RATIO_MIN,
-    Metric.IS_RATIO_MEAN,
-    Metric.IS_RATIO_MAX,
-    Metric.IS_WEIGHT_MIN,
-    Metric.IS_WEIGHT_MEAN,
-    Metric.IS_WEIGHT_MAX,
-    Metric.IS_CLIPPED,
-    Metric.IS_MASKED,
-    Metric.IS_UNSCORED,
-    Metric.IS_ESS,
-    Metric.IS_ESS_RAW,
-    Metric.IS_ESS_SEQ,
-)
-
-
-# Names of the quantities that are summed over micro-batches and processes, and of those whose extremes are kept.
+# Names of the quantities that are summed over micro-batches and processes, and of those whose largest value is kept.
 SUMS = (
     *("tokens", "scored", "size", "k3", "d", "ratio_d", "reverse_k3"),
     *("weighed", "raw", "raw_square", "weight", "weight_square", "clipped", "masked"),
     *("rows", "row_ratio", "row_ratio_square"),
 )
-LEAST, LARGEST = ("raw", "weight"), ("size", "raw", "weight")
+LARGEST = ("size", "raw", "weight", "-raw", "-weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +83,6 @@ class Mismatch:
     """
 
     sums: Tensor  # [len(SUMS)] float64
-    least: Tensor  # [len(LEAST)] float64
     largest: Tensor  # [len(LARGEST)] float64
     sizes: Tensor  # [N] float32, |d| of each token; NaN if the engine did not score it
 
@@ -141,31 +120,21 @@ class Mismatch:
             "row_ratio": row_B1.sum(),
             "row_ratio_square": row_B1.square().sum(),
         }
+        of_weights = [largest(values, weighed) for values in (raw, weight, -raw, -weight)]
         return cls(
             sums=torch.stack([sums[name].double() for name in SUMS]),
-            least=-torch.stack([largest(-values, weighed) for values in (raw, weight)]),
-            largest=torch.stack([largest(size_BT, scored), largest(raw, weighed), largest(weight, weighed)]),
+            largest=torch.stack([largest(size_BT, scored), *of_weights]),
             sizes=torch.where(scored, size_BT, math.nan).float().flatten(),
-        )
-
-    @classmethod
-    def none(cls) -> "Mismatch":
-        infinite = torch.full((len(LARGEST),), math.inf, dtype=torch.float64)
-        return cls(
-            sums=torch.zeros(len(SUMS), dtype=torch.float64),
-            least=infinite[: len(LEAST)],
-            largest=-infinite,
-            sizes=torch.zeros(0),
         )
 
     @classmethod
     def of_train_batch(cls, parts: Sequence["Mismatch"]) -> "Mismatch":
         """Adds up those of all micro-batches of a train batch, and brings them to the CPU."""
         if not parts:
-            return cls.none()
+            nothing = torch.zeros(0, 1)
+            return cls.of(nothing, nothing, nothing, nothing.bool(), NO_CORRECTION)
         return cls(
             sums=sum(torch.stack([part.sums for part in parts]).cpu().unbind(), torch.zeros(len(SUMS), dtype=torch.float64)),
-            least=torch.stack([part.least for part in parts]).amin(dim=0).cpu(),
             largest=torch.stack([part.largest for part in parts]).amax(dim=0).cpu(),
             sizes=torch.cat([part.sizes for part in parts]).cpu(),
         )
@@ -184,32 +153,26 @@ class Mismatch:
             total: reduction over all processes that hold rows of the train batch.
         """
         of = dict(zip(SUMS, total(self.sums, "sum").tolist(), strict=True))
-        least = dict(zip(LEAST, total(self.least, "min").tolist(), strict=True))
         largest = dict(zip(LARGEST, total(self.largest, "max").tolist(), strict=True))
-        if not of["rows"]:
-            return dict.fromkeys(MISMATCH)
         scored, weighed, known = of["scored"], of["weighed"], self.sizes[~self.sizes.isnan()]
-        values: dict[str, float | None] = dict.fromkeys(MISMATCH)  # None if the engine reported no log-probs
-        if scored:
-            values |= {
-                Metric.SAMPLER_DELTA_MEAN: of["size"] / scored,
-                Metric.SAMPLER_DELTA_MAX: largest["size"],
-                Metric.SAMPLER_DELTA_P999: kth_smallest(known, [math.ceil(0.999 * scored) - 1], total)[0],  # nearest rank
-                Metric.SAMPLER_KL: of["k3"] / scored,
-                Metric.SAMPLER_KL_K1: -of["d"] / scored,
-                Metric.SAMPLER_KL_REVERSE_K1: of["ratio_d"] / scored,
-                Metric.SAMPLER_KL_REVERSE_K3: of["reverse_k3"] / scored,
-            }
-        return values | {
-            Metric.IS_RATIO_MIN: least["raw"],
-            Metric.IS_RATIO_MEAN: of["raw"] / weighed,
-            Metric.IS_RATIO_MAX: largest["raw"],
-            Metric.IS_WEIGHT_MIN: least["weight"],
-            Metric.IS_WEIGHT_MEAN: of["weight"] / weighed,
-            Metric.IS_WEIGHT_MAX: largest["weight"],
-            Metric.IS_CLIPPED: of["clipped"] / weighed,
-            Metric.IS_MASKED: of["masked"] / weighed,
-            Metric.IS_UNSCORED: 1 - scored / of["tokens"],
+        p999 = kth_smallest(known, [math.ceil(0.999 * scored) - 1], total)[0] if scored else None  # nearest rank
+        return {
+            Metric.SAMPLER_DELTA_MEAN: share(of["size"], scored),
+            Metric.SAMPLER_DELTA_MAX: largest["size"] if scored else None,
+            Metric.SAMPLER_DELTA_P999: p999,
+            Metric.SAMPLER_KL: share(of["k3"], scored),
+            Metric.SAMPLER_KL_K1: share(-of["d"], scored),
+            Metric.SAMPLER_KL_REVERSE_K1: share(of["ratio_d"], scored),
+            Metric.SAMPLER_KL_REVERSE_K3: share(of["reverse_k3"], scored),
+            Metric.IS_RATIO_MIN: -largest["-raw"] if weighed else None,
+            Metric.IS_RATIO_MEAN: share(of["raw"], weighed),
+            Metric.IS_RATIO_MAX: largest["raw"] if weighed else None,
+            Metric.IS_WEIGHT_MIN: -largest["-weight"] if weighed else None,
+            Metric.IS_WEIGHT_MEAN: share(of["weight"], weighed),
+            Metric.IS_WEIGHT_MAX: largest["weight"] if weighed else None,
+            Metric.IS_CLIPPED: share(of["clipped"], weighed),
+            Metric.IS_MASKED: share(of["masked"], weighed),
+            Metric.IS_UNSCORED: 1 - scored / of["tokens"] if weighed else None,
             Metric.IS_ESS: effective_share(of["weight"], of["weight_square"], weighed),
             Metric.IS_ESS_RAW: effective_share(of["raw"], of["raw_square"], weighed),
             Metric.IS_ESS_SEQ: effective_share(of["row_ratio"], of["row_ratio_square"], of["rows"]),
@@ -226,9 +189,13 @@ def ratio_of(d: Tensor, correction: Correction) -> Tensor:
     return capped_exp(d.sum(dim=1, keepdim=True) if correction.of_rows else d)
 
 
-def effective_share(total: float, squares: float, count: float) -> float:
-    """Returns (sum w)^2 / (N sum w^2), in [0, 1]; 0 if all weights are 0."""
-    return total**2 / (count * squares) if squares else 0.0
+def share(total: float, count: float) -> float | None:
+    return total / count if count else None
+
+
+def effective_share(total: float, squares: float, count: float) -> float | None:
+    """Returns (sum w)^2 / (N sum w^2), in [0, 1]; 0 if all weights are 0, None if there are none."""
+    return share(total**2, count * squares) if squares or not count else 0.0
 
 
 def largest(values: Tensor, counted: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from typing import Literal, TypeAlias
 
 from torch import Tensor
 
+from rlgen.losses.correction import log_ratio
 from rlgen.losses.inputs import Measured
 from rlgen.losses.masking import capped_exp, select
 from rlgen.metrics import Metric
@@ -56,6 +57,4 @@ def reward_kl(sampler_logp: Tensor, ref_logp: Tensor, mask: Tensor) -> Tensor:
     Returns:
         [B] float64, detached.
     """
-    scored = mask & sampler_logp.isfinite()
-    k1_BT = select(scored, sampler_logp.double()) - select(scored, ref_logp.double())
-    return k1_BT.detach().sum(dim=1)
+    return -log_ratio(ref_logp.double(), sampler_logp.double(), mask).sum(dim=1)

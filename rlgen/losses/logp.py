@@ -23,38 +23,48 @@ NEAR = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 2e-2, torch.fl
 DROPPED = -1e30  # log-prob of an id that is not kept: finite, so that 0 times it is 0
 
 
-def head_logits(
-    hidden: Tensor,
-    weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-    scale: float = 1.0,
-    fp32: bool = True,
-) -> Tensor:
-    """Returns softcap(scale * (hidden @ weight.T + bias)), where softcap(z) = softcap * tanh(z / softcap).
+@dataclass(frozen=True, slots=True)
+class LogitRule:
+    """How a head makes logits of hidden states: softcap(scale * (hidden @ weight.T + bias)).
 
-    Args:
-        hidden: [N, H].
-        weight: [V, H], bias: [V]; rounded to the dtype of `hidden`, in which the engine holds them.
-        fp32: add up in float32 and do not round the sums (float64 stays); else round them to the dtype of `hidden`.
-
-    Returns:
-        [N, V] float32 (float64 for float64 input). An autocast around the call has no effect.
+    softcap(z) = softcap * tanh(z / softcap).
     """
-    dtype, wide = hidden.dtype, head_dtype(hidden, fp32=True)
-    hidden, weight = factor(hidden, dtype, fp32), factor(weight, dtype, fp32)
-    bias = None if bias is None else factor(bias, dtype, fp32)
-    with torch.autocast(hidden.device.type, enabled=False):
-        if fp32 and hidden.dtype != wide:
-            logits_NV = torch.mm(hidden, weight.T, out_dtype=wide)
-            if bias is not None:
-                logits_NV += bias
-        else:
-            logits_NV = torch.nn.functional.linear(hidden, weight, bias).to(wide)
-    if scale != 1.0:
-        logits_NV = scale * logits_NV
-    return logits_NV if softcap is None else softcap * torch.tanh(logits_NV / softcap)
+
+    softcap: float | None = None
+    scale: float = 1.0
+    fp32: bool = True  # add up in float32 and do not round the sums (float64 stays); else round them to the dtype of `hidden`
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Returns logits.
+
+        Args:
+            hidden: [N, H].
+            weight: [V, H], bias: [V]; rounded to the dtype of `hidden`, in which the engine holds them.
+
+        Returns:
+            [N, V] float32 (float64 for float64 input). An autocast around the call has no effect.
+        """
+        wide = head_dtype(hidden, fp32=True)
+        hidden, weight, bias = self.factors(hidden, weight, bias)
+        with torch.autocast(hidden.device.type, enabled=False):
+            if self.fp32 and hidden.dtype != wide:
+                logits_NV = torch.mm(hidden, weight.T, out_dtype=wide)
+                if bias is not None:
+                    logits_NV += bias
+            else:
+                logits_NV = torch.nn.functional.linear(hidden, weight, bias).to(wide)
+        if self.scale != 1.0:
+            logits_NV = self.scale * logits_NV
+        return logits_NV if self.softcap is None else self.softcap * torch.tanh(logits_NV / self.softcap)
+
+    def factors(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns all three as the products take them, so that the weight is not rounded again for each chunk."""
+        dtype = hidden.dtype
+        rounded = None if bias is None else factor(bias, dtype, self.fp32)
+        return factor(hidden, dtype, self.fp32), factor(weight, dtype, self.fp32), rounded
+
+
+PLAIN = LogitRule()
 
 
 class Truncation(NamedTuple):
@@ -124,9 +134,7 @@ def head_scores(
     *,
     entropy: EntropyUse = "none",
     bias: Tensor | None = None,
-    softcap: float | None = None,
-    scale: float = 1.0,
-    fp32: bool = True,
+    rule: LogitRule = PLAIN,
     chunk: int | None = None,
 ) -> HeadScores:
     """Returns log-probs of `ids` under each of K distributions, from one computation of the logits.
@@ -134,7 +142,7 @@ def head_scores(
     Processes the positions in chunks; backward recomputes the logits of each chunk instead of storing them.
 
     Args:
-        hidden: [N, H]; `weight`, `bias`, `softcap`, `scale`, `fp32` as in `head_logits`.
+        hidden: [N, H]; `weight` and `bias` as in `LogitRule.logits`.
         ids: [N] long.
         distributions: of the logits after `softcap`. A truncation keeps `ids`, too, which have been sampled.
         entropy: `none`; `value`, without gradient; or `gradient`.
@@ -144,7 +152,7 @@ def head_scores(
         float32 (float64 for float64 input).
     """
     chunk = chunk or max(1, CHUNK_LOGITS // weight.shape[0])
-    how = How(tuple(distributions), entropy, softcap, scale, fp32, chunk, hidden.dtype)
+    how = How(tuple(distributions), entropy, rule, chunk, hidden.dtype)
     logp, entropies, sure = ChunkedScores.apply(hidden, weight, bias, ids, how)
     return HeadScores(logp, None if entropy == "none" else entropies, sure if how.distributions[-1].truncated else None)
 
@@ -155,10 +163,8 @@ def softmax_errors(
     weight: Tensor,
     ids: Tensor,
     distributions: Sequence[Distribution],
-    *,
     bias: Tensor | None = None,
-    softcap: float | None = None,
-    scale: float = 1.0,
+    rule: LogitRule = PLAIN,
 ) -> Tensor:
     """Returns log-probs of `ids`, and how much torch's own float32 `log_softmax` differs from them on the same logits.
 
@@ -170,7 +176,7 @@ def softmax_errors(
     found, chunk = [], max(1, CHUNK_LOGITS // (4 * weight.shape[0]))
     for start in range(0, max(len(ids), 1), chunk):
         ids_C1 = ids[start : start + chunk, None]
-        logits_CV = head_logits(hidden[start : start + chunk], weight, bias=bias, softcap=softcap, scale=scale)
+        logits_CV = rule.logits(hidden[start : start + chunk], weight, bias)
         for distribution in distributions:
             tempered_CV = logits_CV / distribution.temperature
             if distribution.truncated:
@@ -189,34 +195,22 @@ class How:
 
     distributions: tuple[Distribution, ...]
     entropy: EntropyUse
-    softcap: float | None
-    scale: float
-    fp32: bool
+    rule: LogitRule
     chunk: int
     dtype: torch.dtype  # of the hidden states
 
-    def factors(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns all three as the products take them, so that the weight is not rounded again for each chunk."""
-        dtype = hidden.dtype
-        rounded = None if bias is None else factor(bias, dtype, self.fp32)
-        return factor(hidden, dtype, self.fp32), factor(weight, dtype, self.fp32), rounded
-
-    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return head_logits(hidden, weight, bias=bias, softcap=self.softcap, scale=self.scale, fp32=self.fp32)
-
-    def truncations(self, logits: Tensor) -> list[Truncation]:
-        return [truncation(logits, distribution, NEAR[self.dtype]) for distribution in self.distributions]
-
-    def gone(self, kept: Sequence[Truncation], logits: Tensor, ids: Tensor) -> list[Tensor | None]:
+    def gone(self, logits: Tensor, ids: Tensor) -> tuple[list[Tensor | None], Tensor]:
+        """Returns [C, V] bool of each distribution, the ids that are not kept (None: all are), and `sure` of the last one."""
+        kept = [truncation(logits, distribution, NEAR[self.dtype]) for distribution in self.distributions]
         pairs = zip(self.distributions, kept, strict=True)
-        return [one.dropped(logits, ids) if distribution.truncated else None for distribution, one in pairs]
+        return [one.dropped(logits, ids) if distribution.truncated else None for distribution, one in pairs], kept[-1].sure
 
-    def scores(self, logits: Tensor, ids: Tensor, kept: Sequence[Truncation]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns [K, C] log-probs of the ids, [K, C] logsumexp of the kept logits over the temperature, and [C] entropies.
+    def scores(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """Returns [K, C] log-probs of the ids, [K, C] logsumexp of kept logits over the temperature, [C] entropies, [C] `sure`.
 
         Changes `logits` in place.
         """
-        gone = self.gone(kept, logits, ids)
+        gone, sure_C = self.gone(logits, ids)
         # The maximum is subtracted first, as in log_softmax: logits minus logsumexp would lose digits in float32.
         peak_C1 = logits.amax(dim=1, keepdim=True)
         logits -= peak_C1
@@ -234,7 +228,7 @@ class How:
             lse.append(peak_C1[:, 0] / temperature + total_C.log())
         if self.entropy != "none":  # of the last distribution
             entropy_C = total_C.log() - odds_CV.mul_(tempered_CV).sum(dim=1) / total_C
-        return torch.stack(logp), torch.stack(lse), entropy_C
+        return torch.stack(logp), torch.stack(lse), entropy_C, sure_C
 
     def slope(self, logits: Tensor, ids: Tensor, lse: Tensor, entropy: Tensor, of_logp: Tensor, of_entropy: Tensor) -> Tensor:
         """Returns [C, V], the gradient with respect to hidden @ weight.T, given the gradients of log-probs and entropy.
@@ -243,12 +237,12 @@ class How:
         d log p_i / d z_v = ([v = i] - p_v) / t and d H / d z_v = -p_v (log p_v + H) / t. Which ids are kept is a constant.
         Changes `logits` in place.
         """
-        slopes, gone = [], self.gone(self.truncations(logits), logits, ids)
+        slopes, (gone, _) = [], self.gone(logits, ids)
         for k, distribution in enumerate(self.distributions):
             of_picked_C1, temperature = of_logp[k, :, None], distribution.temperature
             last = k == len(self.distributions) - 1
             # In one pass, and in place where nothing else reads the logits: this reads and writes all of [C, V].
-            out = logits if last and self.softcap is None else None
+            out = logits if last and self.rule.softcap is None else None
             logp_CV = torch.add(-lse[k, :, None], logits, alpha=1 / temperature, out=out)
             if (gone_CV := gone[k]) is not None:
                 logp_CV.masked_fill_(gone_CV, DROPPED)
@@ -260,9 +254,9 @@ class How:
                 off_CV = logp_CV.exp_().scatter_add_(1, ids[:, None], logp_CV.new_full((len(ids), 1), -1.0))
                 slopes.append(off_CV.mul_(of_picked_C1 / -temperature))
         slope_CV = functools.reduce(Tensor.add_, slopes)
-        if self.softcap is not None:
-            slope_CV *= 1 - (logits / self.softcap).square()
-        return slope_CV if self.scale == 1.0 else slope_CV.mul_(self.scale)
+        if self.rule.softcap is not None:
+            slope_CV *= 1 - (logits / self.rule.softcap).square()
+        return slope_CV if self.rule.scale == 1.0 else slope_CV.mul_(self.rule.scale)
 
 
 class ChunkedScores(torch.autograd.Function):
@@ -276,13 +270,11 @@ class ChunkedScores(torch.autograd.Function):
         wide = head_dtype(hidden, fp32=True)
         logp_KN, lse_KN = hidden.new_empty(2, len(how.distributions), len(ids), dtype=wide)
         entropy_N, sure_N = hidden.new_zeros(len(ids), dtype=wide), hidden.new_ones(len(ids), dtype=torch.bool)
-        states, matrix, offset = how.factors(hidden, weight, bias)
+        states, matrix, offset = how.rule.factors(hidden, weight, bias)
         for start in range(0, len(ids), how.chunk):
             part = slice(start, start + how.chunk)
-            logits_CV = how.logits(states[part], matrix, offset)
-            kept = how.truncations(logits_CV)
-            sure_N[part] = kept[-1].sure
-            logp_KN[:, part], lse_KN[:, part], entropy_C = how.scores(logits_CV, ids[part], kept)
+            logits_CV = how.rule.logits(states[part], matrix, offset)
+            logp_KN[:, part], lse_KN[:, part], entropy_C, sure_N[part] = how.scores(logits_CV, ids[part])
             if entropy_C is not None:
                 entropy_N[part] = entropy_C
         ctx.save_for_backward(hidden, weight, bias, ids, lse_KN, entropy_N)
@@ -295,17 +287,17 @@ class ChunkedScores(torch.autograd.Function):
     def backward(ctx: Any, of_logp: Tensor, of_entropy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, ids, lse_KN, entropy_N = ctx.saved_tensors
         how: How = ctx.how
-        summed = head_dtype(hidden, how.fp32)
+        summed = head_dtype(hidden, how.rule.fp32)
         of_hidden, of_weight, of_bias = (
             torch.zeros_like(given, dtype=summed) if needed else None
             for given, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
         )
-        states, matrix, offset = how.factors(hidden, weight, bias)
+        states, matrix, offset = how.rule.factors(hidden, weight, bias)
         for start in range(0, len(ids), how.chunk):
             part = slice(start, start + how.chunk)
-            logits_CV = how.logits(states[part], matrix, offset)
+            logits_CV = how.rule.logits(states[part], matrix, offset)
             slope_CV = how.slope(logits_CV, ids[part], lse_KN[:, part], entropy_N[part], of_logp[:, part], of_entropy[part])
-            slope_CV = factor(slope_CV, hidden.dtype, how.fp32)
+            slope_CV = factor(slope_CV, hidden.dtype, how.rule.fp32)
             if of_hidden is not None:
                 add_product(of_hidden[part], slope_CV, matrix)
             if of_weight is not None:

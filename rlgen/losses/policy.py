@@ -1,11 +1,11 @@
 """Policy-gradient losses: the token losses of a variant, weighted, and aggregated with one coefficient per row."""
 
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from rlgen.losses.correction import log_ratio
 from rlgen.losses.inputs import LossInputs, Mean, Stats, Totals
 from rlgen.losses.kl import KL
 from rlgen.losses.masking import capped_exp, masked_means, select
@@ -15,18 +15,15 @@ from rlgen.metrics import Metric
 Aggregation: TypeAlias = Literal["seq_mean", "token_mean", "fixed", "seq_sum", "prompt_mean"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Objective:
-    """The parts and settings of a policy loss."""
-
-    variant: Variant
-    aggregation: Aggregation
-    kl: KL | None  # None: no reference in the loss
-    off_policy_max: float | None  # nats; drop completions of negative advantage beyond it, see `on_policy`; None: keep all
-    entropy_bonus: float  # weight of the mean entropy; 0: none
-
-
-def policy_loss(x: LossInputs, objective: Objective) -> tuple[Tensor, Stats]:
+def policy_loss(
+    x: LossInputs,
+    *,
+    variant: Variant,
+    aggregation: Aggregation,
+    kl: KL | None,  # None: no reference in the loss
+    off_policy_max: float | None,  # nats; drop completions of negative advantage beyond it, see `on_policy`; None: keep all
+    entropy_bonus: float,  # weight of the mean entropy; 0: none
+) -> tuple[Tensor, Stats]:
     """Returns sum_i c_i sum_t [ w keep l + beta kl ] - bonus, with l of the variant and c of the aggregation.
 
     The KL is not affected by `keep`, nor, unless `KL.weighted`, by the weights w. The bonus is `entropy_bonus` times the mean
@@ -36,11 +33,11 @@ def policy_loss(x: LossInputs, objective: Objective) -> tuple[Tensor, Stats]:
         The loss of these rows, and stats; the losses of all micro-batches of a train batch add up to the train batch's.
     """
     terms = Terms.of(x)
-    token, measured = objective.variant.loss(terms)
-    if not objective.variant.weighs:
+    token, measured = variant.loss(terms)
+    if not variant.weighs:
         token = token * terms.weight
-    if objective.off_policy_max is not None:
-        kept_B1 = on_policy(x, terms.advantages, objective.off_policy_max)
+    if off_policy_max is not None:
+        kept_B1 = on_policy(x, terms.advantages, off_policy_max)
         token = select(kept_B1, token)
         measured[Metric.OPSM_DROPPED] = ~kept_B1
     token_BT = select(x.kept, token)
@@ -50,18 +47,18 @@ def policy_loss(x: LossInputs, objective: Objective) -> tuple[Tensor, Stats]:
         Metric.ENTROPY: x.entropy,
         Metric.ENTROPY_KEPT: x.kept,
     }
-    coefficient_B1 = row_coefficient(objective.aggregation, x).to(token_BT.dtype)
+    coefficient_B1 = row_coefficient(aggregation, x).to(token_BT.dtype)
     loss = (coefficient_B1 * token_BT).sum()
     policy_part = Mean(loss.detach().double(), x.mask.sum().double() / max(x.totals.tokens, 1))
-    if objective.kl is not None:
+    if kl is not None:
         assert x.ref_logp is not None  # a reference is held whenever the KL is in the loss
-        kl_BT, kl_measured = objective.kl.loss(x.policy_logp, x.old_logp, x.ref_logp, x.mask)
-        if objective.kl.weighted:
+        kl_BT, kl_measured = kl.loss(x.policy_logp, x.old_logp, x.ref_logp, x.mask)
+        if kl.weighted:
             kl_BT = kl_BT * terms.weight
-        loss = loss + objective.kl.beta * (coefficient_B1 * kl_BT).sum()
+        loss = loss + kl.beta * (coefficient_B1 * kl_BT).sum()
         measured |= kl_measured
-    if objective.entropy_bonus:
-        loss = loss - objective.entropy_bonus * select(x.kept, x.entropy).sum() / max(x.totals.kept, 1)
+    if entropy_bonus:
+        loss = loss - entropy_bonus * select(x.kept, x.entropy).sum() / max(x.totals.kept, 1)
     return loss, masked_means(x.mask, measured) | {Metric.POLICY_LOSS: policy_part}
 
 
@@ -91,7 +88,7 @@ def on_policy(x: LossInputs, advantages: Tensor, most: float) -> Tensor:
 
     A row of negative advantage ([B, 1]) is dropped if the mean of sampler - policy over its tokens exceeds `most` nats.
     """
-    scored = x.mask & x.sampler_logp.isfinite()
-    gap_BT = select(scored, x.sampler_logp) - select(scored, x.policy_logp.detach())
-    gap_B1 = gap_BT.sum(dim=1, keepdim=True) / x.mask.sum(dim=1, keepdim=True).clamp(min=1)
+    gap_B1 = -log_ratio(x.policy_logp, x.sampler_logp, x.mask).sum(dim=1, keepdim=True) / x.mask.sum(dim=1, keepdim=True).clamp(
+        min=1
+    )
     return (advantages >= 0) | (gap_B1 <= most)

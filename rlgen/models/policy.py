@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from rlgen.errors import SetupError
 from rlgen.losses.inputs import onto
-from rlgen.losses.logp import EntropyUse, HeadScores, head_logits, head_scores, softmax_errors
+from rlgen.losses.logp import EntropyUse, HeadScores, LogitRule, head_scores, softmax_errors
 from rlgen.models.decoder import decoder_of, one_sequence_a_row
 from rlgen.models.half import FP8, HALF, compute_in_half, computed_in, round_to
 from rlgen.models.lora import without_adapter
@@ -36,8 +36,7 @@ class LmHead:
     """The layer that turns hidden states into logits: softcap(scale * (hidden @ weight.T + bias))."""
 
     model: PreTrainedModel
-    scale: float
-    softcap: float | None
+    rule: LogitRule
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "LmHead":
@@ -46,7 +45,7 @@ class LmHead:
         scale = prod(getattr(config, name, None) or 1.0 for name in MULTIPLIERS)
         scale /= prod(getattr(config, name, None) or 1.0 for name in DIVISORS)
         softcap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
-        return cls(model, float(scale), softcap)
+        return cls(model, LogitRule(softcap, float(scale)))
 
     @property
     def weight(self) -> Tensor:
@@ -55,19 +54,20 @@ class LmHead:
         return weight
 
     @property
-    def options(self) -> dict[str, Any]:
-        """Returns what the functions of `losses.logp` take besides the weight."""
-        return {"bias": self.model.get_output_embeddings().bias, "softcap": self.softcap, "scale": self.scale}
+    def bias(self) -> Tensor | None:
+        bias: Tensor | None = self.model.get_output_embeddings().bias
+        return bias
 
     def logits(self, hidden: Tensor, fp32: bool) -> Tensor:
         """Computes logits: [N, H] -> [N, V] float32. Only for few positions, because [N, V] is large."""
-        return head_logits(hidden, self.weight, fp32=fp32, **self.options)
+        return replace(self.rule, fp32=fp32).logits(hidden, self.weight, self.bias)
 
     def scores(
         self, hidden: Tensor, ids: Tensor, distributions: Sequence[Distribution], entropy: EntropyUse, fp32: bool
     ) -> HeadScores:
         """Computes log-probs of `ids` [N] and entropies from hidden states [N, H], without holding all of [N, V]."""
-        return head_scores(hidden, self.weight, ids, distributions, entropy=entropy, fp32=fp32, **self.options)
+        rule = replace(self.rule, fp32=fp32)
+        return head_scores(hidden, self.weight, ids, distributions, entropy=entropy, bias=self.bias, rule=rule)
 
 
 @torch.no_grad()
@@ -224,7 +224,7 @@ class Policy(nn.Module):
             hidden_NH, rows, columns = self.hidden(batch)
             weight = round_to(self.head.weight, HALF if held == FP8 else held).to(dtype)
             ids_N = batch.completion_ids[rows, columns]
-            found = softmax_errors(hidden_NH, weight, ids_N, distributions, **self.head.options)
+            found = softmax_errors(hidden_NH, weight, ids_N, distributions, self.head.bias, self.head.rule)
         scores = found.new_zeros(2, len(distributions), *batch.mask.shape)
         scores[:, :, rows, columns] = found
         return scores

@@ -63,14 +63,11 @@ class Answers:
 
     def keep(self, request: str, answer: str, tokens: int) -> None:
         """Stores an answer. Raises CheckpointError if it cannot be written."""
-        self._write({"request": request, "answer": answer, "tokens": tokens})
+        self.write({"request": request, "answer": answer, "tokens": tokens})
         self.known[request] = answer
         self.tokens += tokens
 
-    def lose(self, why: str) -> None:
-        self._write({"failed": why})
-
-    def _write(self, record: dict[str, str | int]) -> None:
+    def write(self, record: dict[str, str | int]) -> None:
         if self._path is not None:
             # Begins with a line end: the last line of a process that was killed may have none.
             with open_log(self._path) as file, written(self._path):
@@ -118,10 +115,11 @@ class Endpoint:
                     f"rewards: judge: the environment variable {settings.key_env} is not set; set it to the key of the judge"
                 )
             self._headers["Authorization"] = f"Bearer {key}"
-        self._requests, self._tokens = (
-            None if budget is None else budget // world + (rank < budget % world)
-            for budget in (settings.budget_requests, settings.budget_tokens)
-        )
+        budgets = {"budget_requests": settings.budget_requests, "budget_tokens": settings.budget_tokens}
+        # By name: the budget of the run, and this process's share of it.
+        self._budgets = {
+            name: (whole, whole // world + (rank < whole % world)) for name, whole in budgets.items() if whole is not None
+        }
         self._at_once = asyncio.Semaphore(settings.concurrency)
         self._under_way: dict[str, Shared] = {}  # by the hash of the request
 
@@ -177,9 +175,9 @@ class Endpoint:
                 except Passing as error:
                     failed = error
                 except NoAnswer as error:
-                    self._answers.lose(str(error))
+                    self._answers.write({"failed": str(error)})
                     raise
-            self._answers.lose(str(failed))
+            self._answers.write({"failed": str(failed)})
             wait = max(failed.wait, pause * random.uniform(0.5, 1.0))  # not all at once; no result depends on it
             pause = min(2 * pause, LONGEST_PAUSE)
             if attempt == attempts or time.monotonic() + wait >= deadline:
@@ -225,11 +223,8 @@ class Endpoint:
 
     def _check_budget(self) -> None:
         """Raises NoAnswer if the requests or the tokens of the run are spent."""
-        for name, spent, budget in (
-            ("budget_requests", self._answers.requests, self._requests),
-            ("budget_tokens", self._answers.tokens, self._tokens),
-        ):
-            if budget is not None and spent >= budget:
-                whole = self._settings.budget_requests if name == "budget_requests" else self._settings.budget_tokens
+        spent = {"budget_requests": self._answers.requests, "budget_tokens": self._answers.tokens}
+        for name, (whole, budget) in self._budgets.items():
+            if spent[name] >= budget:
                 share = "" if whole == budget else f", of which this process has {budget}"
                 raise NoAnswer(f"{name} {whole} is spent{share}; raise it, or set on_error to skip")

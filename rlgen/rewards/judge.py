@@ -14,6 +14,7 @@ from rlgen.errors import RewardError
 from rlgen.recipe.judges import COMPARISON, PLACEHOLDER, RATING, SCORE, VERDICT, JudgeArgs
 from rlgen.rewards.endpoint import Answers, Endpoint
 from rlgen.worker_pool.failures import redact_and_shorten
+from rlgen.worker_pool.source import FunctionFacts
 
 T = TypeVar("T")
 SHOWN = 500  # characters of an answer in a message
@@ -38,17 +39,15 @@ def question_of(settings: JudgeArgs) -> str:
     return text
 
 
-def parameters_of(settings: JudgeArgs) -> tuple[tuple[str, str, bool], ...]:
-    """Returns what the reward is called with: what the question names, and for a prompt its messages."""
-    own = {"prompt", "completion", "first", "second"}
-    columns = sorted(set(PLACEHOLDER.findall(question_of(settings))) - own)
+def facts_of_judge(settings: JudgeArgs) -> FunctionFacts:
+    """Returns what the reward is called with: what the question names, and for a prompt its messages; and the SHA-256 of the file
+    with the question, if there is one.
+    """
+    question, own = question_of(settings), {"prompt", "completion", "first", "second"}
     given = ("prompts", "completions") if settings.pairwise else ("prompt", "completion")
-    return tuple((name, "KEYWORD_ONLY", True) for name in (*given, "prompt_messages", *columns))
-
-
-def question_digest(settings: JudgeArgs) -> str | None:
-    """Returns the SHA-256 of the file with the question; None: there is none."""
-    return None if settings.prompt_file is None else hashlib.sha256(question_of(settings).encode()).hexdigest()
+    names = (*given, "prompt_messages", *sorted(set(PLACEHOLDER.findall(question)) - own))
+    sha256 = None if settings.prompt_file is None else hashlib.sha256(question.encode()).hexdigest()
+    return FunctionFacts(tuple((name, "KEYWORD_ONLY", True) for name in names), is_async=True, file=None, sha256=sha256)
 
 
 class Judge:

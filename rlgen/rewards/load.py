@@ -40,40 +40,36 @@ class RewardSource(FunctionSource):
         """
         function: Callable[..., Any]
         if self.settings is not None:
-            function, sha256 = load_model_reward(self, self.settings)
-            facts = replace(facts_of_model(self.settings), sha256=sha256)
+            function, facts = load_model_reward(self, self.settings)
         else:
             function, sha256 = (BUILTIN[self.use], None) if self.use in BUILTIN else find_function(self.use, REWARDS)
             facts = function_facts(self.use, function, sha256, REWARDS)
         return Loaded(facts, function, reward_values, partial(reward_failure, facts.file))
 
 
-def load_model_reward(source: RewardSource, settings: "RewardModelArgs | JudgeArgs") -> tuple[Callable[..., Any], str | None]:
-    """Loads a reward model, or prepares the requests to a judge. Returns what scores, and the SHA-256 of its files."""
+def load_model_reward(source: RewardSource, settings: "RewardModelArgs | JudgeArgs") -> tuple[Callable[..., Any], FunctionFacts]:
+    """Loads a reward model, or prepares the requests to a judge. Returns what scores, and its facts with the SHA-256 of files."""
     from rlgen.recipe.judges import RewardModelArgs
 
+    facts = facts_of_model(settings)
     if isinstance(settings, RewardModelArgs):
         from rlgen.rewards.reward_model import RewardModel
 
         model = RewardModel(settings, source.memory)
-        return model.score, model.sha256
-    from rlgen.rewards.judge import Judge, question_digest
+        return model.score, replace(facts, sha256=model.sha256)
+    from rlgen.rewards.judge import Judge
 
     judge = Judge(settings, source.timeout, source.answers, source.name)
-    return judge.compare if settings.pairwise else judge.rate, question_digest(settings)
+    return judge.compare if settings.pairwise else judge.rate, facts
 
 
 def facts_of_model(settings: "RewardModelArgs | JudgeArgs") -> FunctionFacts:
     """Returns what a reward that asks a model is called with. Raises RewardError if its question is not there."""
     from rlgen.recipe.judges import RewardModelArgs
+    from rlgen.rewards.judge import facts_of_judge
+    from rlgen.rewards.reward_model import FACTS
 
-    if isinstance(settings, RewardModelArgs):
-        from rlgen.rewards.reward_model import PARAMETERS
-
-        return FunctionFacts(PARAMETERS, is_async=False, file=None, sha256=None)
-    from rlgen.rewards.judge import parameters_of
-
-    return FunctionFacts(parameters_of(settings), is_async=True, file=None, sha256=None)
+    return FACTS if isinstance(settings, RewardModelArgs) else facts_of_judge(settings)
 
 
 def reward_values(answer: Any, size: int | None) -> list[float | None] | Failed:

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 from rlgen.errors import RewardError
 from rlgen.recipe.judges import RewardModelArgs
 from rlgen.rewards.judge import win_rates
+from rlgen.worker_pool.source import FunctionFacts
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-PARAMETERS = tuple((name, "KEYWORD_ONLY", True) for name in ("prompts", "completions", "prompt_messages"))
+NAMES = ("prompts", "completions", "prompt_messages")
+FACTS = FunctionFacts(tuple((name, "KEYWORD_ONLY", True) for name in NAMES), is_async=False, file=None, sha256=None)
 FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")  # of a model and its tokenizer
 UNLIMITED = 1 << 60  # tokens
 BLOCK = 1 << 22  # bytes of a file that are hashed at a time

@@ -81,13 +81,33 @@ class Scorer:
             return scoring.result(step, groups)
 
     def calls_of(self, group: Group, step: int, first: int) -> tuple[list[RewardCall], list[WorkerCall]]:
-        """Returns the calls that a group needs, and the same in the form that workers are sent, numbered from `first` on."""
-        labels, longest = [reward.label for reward in self.rewards], self.max_completion_tokens
-        asks = [ask for reward in self.rewards for ask in asks_of(reward, group, step, longest, self.turns)]
-        return asks, [
-            WorkerCall(number, labels.index(ask.reward.label), ask.arguments, len(ask.samples) if ask.reward.of_group else None)
-            for number, ask in enumerate(asks, first)
-        ]
+        """Returns the calls that a group needs, of each reward one, or one a sample, with every argument that the function takes;
+        and the same in the form that workers are sent, numbered from `first` on.
+        """
+        prompt, samples = group.prompt, group.samples
+        lists: dict[str, list[Any]] = {
+            **{name: [value] * len(samples) for name, value in prompt.columns.items()},
+            "prompt_ids": [SentIds(sample.prompt_ids) for sample in samples],
+            "completion_ids": [SentIds(sample.completion_ids) for sample in samples],
+            "finish_reason": [sample.finish_reason for sample in samples],
+            "prompt_messages": [prompt.messages] * len(samples),
+        }
+        if self.turns:
+            lists[MESSAGES] = [whole_conversation(sample.messages, sample.completion) for sample in samples]
+        texts, completions = [prompt.text] * len(samples), [sample.completion for sample in samples]
+        shared = {"max_completion_tokens": self.max_completion_tokens, "step": step}
+        of_all = {**lists, "prompts": texts, "completions": completions, "finish_reasons": lists["finish_reason"], **shared}
+        lists |= {"prompt": texts, "completion": completions}
+        of_each = [{**dict(zip(lists, values, strict=True)), **shared} for values in zip(*lists.values(), strict=True)]
+        asks: list[RewardCall] = []
+        calls: list[WorkerCall] = []
+        for source, reward in enumerate(self.rewards):
+            whole, each = [(samples, of_all)], [((sample,), given) for sample, given in zip(samples, of_each, strict=True)]
+            for some, given in whole if reward.of_group else each:
+                ask = RewardCall(reward, group, some, reward.arguments(given))
+                calls.append(WorkerCall(first + len(asks), source, ask.arguments, len(some) if reward.of_group else None))
+                asks.append(ask)
+        return asks, calls
 
     def scored(self, group: Group, results: Iterable[tuple[RewardCall, Sequence[float | None] | Failed]]) -> Group:
         """Returns the group with the values of its rewards and their weighted sums.
@@ -375,38 +395,10 @@ def weighted_sums(table: Sequence[dict[str, float | None]], weights: dict[str, f
     applying = [label for label in weights if any(row[label] is not None for row in table)]
     totals: list[float | None] = []
     for row in table:
-        values = [row[label] for label in applying]
-        known = [value for value in values if value is not None]
-        complete = bool(applying) and len(known) == len(values)
-        totals.append(sum(weights[label] * v for label, v in zip(applying, known, strict=True)) if complete else None)
+        known = {label: value for label in applying if (value := row[label]) is not None}
+        complete = bool(applying) and len(known) == len(applying)
+        totals.append(sum(weights[label] * value for label, value in known.items()) if complete else None)
     return totals
-
-
-def asks_of(reward: RewardFunction, group: Group, step: int, max_completion_tokens: int, turns: bool = False) -> list[RewardCall]:
-    """Returns the calls of one reward for a group, with every argument that the function takes: one call, or one a sample; with
-    `turns` the messages of each conversation too.
-    """
-    prompt, samples = group.prompt, group.samples
-    lists: dict[str, list[Any]] = {
-        **{name: [value] * len(samples) for name, value in prompt.columns.items()},
-        "prompt_ids": [SentIds(sample.prompt_ids) for sample in samples],
-        "completion_ids": [SentIds(sample.completion_ids) for sample in samples],
-        "finish_reason": [sample.finish_reason for sample in samples],
-        "prompt_messages": [prompt.messages] * len(samples),
-    }
-    if turns:
-        lists[MESSAGES] = [whole_conversation(sample.messages, sample.completion) for sample in samples]
-    texts, completions = [prompt.text] * len(samples), [sample.completion for sample in samples]
-    shared = {"max_completion_tokens": max_completion_tokens, "step": step}
-    if reward.of_group:
-        given = {**lists, "prompts": texts, "completions": completions, "finish_reasons": lists["finish_reason"], **shared}
-        return [RewardCall(reward, group, samples, reward.arguments(given))]
-    lists |= {"prompt": texts, "completion": completions}
-    asks = []
-    for index, sample in enumerate(samples):
-        given = {**{name: values[index] for name, values in lists.items()}, **shared}
-        asks.append(RewardCall(reward, group, (sample,), reward.arguments(given)))
-    return asks
 
 
 def call_name(ask: RewardCall) -> str:

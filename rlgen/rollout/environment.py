@@ -105,7 +105,7 @@ class EnvironmentTurns:
         """
         rows = [begin_of(prompt.columns, self.column) for prompt in prompts]
         stop, found = int(self.suffixes.tokenizer.eos_token_id), []
-        for came in every(rows, self.arena.demonstrate):
+        for came in every(rows, partial(self.arena.first, demonstrate=True)):
             if isinstance(came, Failed):
                 raise ToolError(f"environment: `demonstrate` gave no first message: {came.message}")
             found.append(

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from rlgen.engines.base import EngineInfo
-from rlgen.files import append_text, flush_to_disk, unwritable, written
+from rlgen.files import append_bytes, flush_to_disk, unwritable, written
 from rlgen.processes import Processes
 from rlgen.rollout.frames import (
     AnswerRecord,
@@ -145,7 +145,7 @@ class Journal:
                     path = self.start_path(version + 1)
                     if path.exists():
                         mend(path)
-                    append_text(path, sealed(start), False)
+                    append_bytes(path, sealed(start).encode(), False)
 
     def answered(self, step: int, group_id: int, sample_index: int, request: Request, sampling: Sampling, c: Completion) -> None:
         """Writes one answer of the engine to the journal of `step`, unless another process of the same engine does so."""

@@ -65,7 +65,7 @@ class RowTable:
         rows = np.zeros(count, dtype=[(name, column.dtype, column.shape[1:]) for name, column in own.items()])
         for name, column in own.items():
             rows[name] = column
-        every = processes.gather_rows(rows)
+        every = np.concatenate(processes.gather([rows]))
         columns = {name: np.ascontiguousarray(every[name]) for name in own}
         return cls(labels=labels, replaced=np.zeros(len(every), dtype=bool), **columns)
 

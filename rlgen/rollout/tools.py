@@ -86,7 +86,7 @@ class ToolTurns:
             Reply(
                 ids=self.suffixes.ids(names, texts, int(talk.completion.token_ids[-1])),
                 counts=dict(+counts),
-                messages=(assistant(turn), *told(names, texts)),
+                messages=(assistant(turn), *told("tool", names, texts)),
             )
         )
 

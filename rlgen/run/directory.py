@@ -30,10 +30,10 @@ from rlgen.errors import CheckpointError, RlgenError, Stopped, UsageError
 from rlgen.files import (
     FOLDER_MODE,
     appears,
-    append_text,
+    append_bytes,
     open_plain,
+    read_bytes,
     read_json,
-    read_text,
     unwritable,
     write_json,
     write_text,
@@ -219,7 +219,7 @@ class RunDirectory:
 
     def write_metrics(self, record: dict[str, Any]) -> None:
         """Appends the metrics of one step. They are on disk when this returns."""
-        append_text(self.metrics, json_line(record))
+        append_bytes(self.metrics, json_line(record).encode())
 
     def read_metrics(self) -> list[dict[str, Any]]:
         return read_records(self.metrics)
@@ -423,6 +423,6 @@ def pinned_step(run: Path) -> int | None:
     import yaml
 
     resolved = run / "resolved.yaml"
-    recipe = yaml.safe_load(read_text(resolved)) if resolved.is_file() else None
+    recipe = yaml.safe_load(read_bytes(resolved)) if resolved.is_file() else None
     held = recipe.get("eval") if isinstance(recipe, dict) else None
     return Best(read_records(run / "metrics.jsonl")).step if isinstance(held, dict) and held.get("best") else None

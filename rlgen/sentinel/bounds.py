@@ -140,10 +140,6 @@ class Bounds:
         """Returns whether a gap like this would exceed `bound` by more than the factor `POWER`."""
         return self.of(gap) > POWER * self.bound
 
-    def measured(self, gap: Gap) -> dict[str, float]:
-        """Returns the statistics of a gap by name, `main` first."""
-        return {self.main: self.of(gap), **asdict(gap)}
-
     def worst(self, *gaps: Gap) -> Gap:
         """Returns the largest gap; one beyond the bounds, which may be NaN, before all others."""
         return max(gaps, key=lambda gap: (not self.hold(gap), self.of(gap)))

@@ -1,6 +1,6 @@
 """Holds what every check needs: engine and trainer, some prompts, and the methods to sample and to score them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -16,10 +16,10 @@ from rlgen.processes import EngineShare, Processes
 from rlgen.rollout.batch import collate
 from rlgen.rollout.sample import rollout
 from rlgen.rollout.samples import Samples
-from rlgen.rollout.score import score, score_at, score_in, sure_of
+from rlgen.rollout.score import score, shared_out
 from rlgen.sentinel.bounds import ROUNDINGS, Bounds, Gap, Noise, engine_gap, where
 from rlgen.sentinel.sync import send_weights
-from rlgen.types import Distribution, Prompt, Sample, Sampling
+from rlgen.types import Distribution, MicroBatch, Prompt, Sample, Sampling
 
 PROMPTS = 8
 TOKENS = 64  # maximum length of a completion in check 1
@@ -44,8 +44,12 @@ class TrainerSide:
         return score(self.policy, samples, distribution, self.budget, self.processes)
 
     def logp_at(self, samples: Sequence[Sample], distributions: Sequence[Distribution]) -> list[Tensor]:
-        """Returns the log-probs of each sample under K distributions, [K, L] float32."""
-        return score_at(self.policy, samples, distributions, self.budget, self.processes)
+        """Returns the log-probs of each sample under K distributions, [K, L] float32, from one forward pass."""
+        return self.of_each(samples, lambda batch: self.policy(batch, distributions).logp)
+
+    def of_each(self, samples: Sequence[Sample], compute: Callable[[MicroBatch], Tensor]) -> list[Tensor]:
+        """Returns what `compute` gives for each sample, [K, L] of the [K, B, T] of a micro-batch; 0 where not sampled."""
+        return shared_out(samples, self.budget, self.processes, compute)
 
     def gap(self, samples: Sequence[Sample], distribution: Distribution) -> Gap:
         """Returns the gap between the trainer's log-probs of `samples` and those that the engine reported.
@@ -58,26 +62,30 @@ class TrainerSide:
         """Returns `Truncation.sure` of the tokens of each sample, [L] bool; None if the distribution is not truncated."""
         if not distribution.truncated:
             return None
-        return sure_of(self.policy, samples, distribution, self.budget, self.processes)
+
+        def compute(batch: MicroBatch) -> Tensor:
+            sure_BT = self.policy(batch, (distribution,)).sure
+            assert sure_BT is not None  # the distribution is truncated
+            return sure_BT[None]
+
+        return [sure_1L[0] for sure_1L in self.of_each(samples, compute)]
 
     def noise(self, samples: Sequence[Sample], distributions: Sequence[Distribution]) -> Noise | None:
         """Returns what rounding explains of a gap on these samples, the most over `distributions`; None if it cannot be measured.
 
         That is the case with quantised weights of unknown rounding, and for models whose code does not run in another dtype.
         """
-        if self.engine_dtype is None or self.engine_holds is None:
+        held, own, distributions = self.engine_holds, self.policy.dtype, tuple(dict.fromkeys(distributions))
+        if self.engine_dtype is None or held is None:
             return None
-        own, distributions = self.policy.dtype, tuple(dict.fromkeys(distributions))
-        computed = self.engine_dtype if self.engine_dtype != own or self.engine_holds == FP8 else WIDER[own]
+        computed = self.engine_dtype if self.engine_dtype != own or held == FP8 else WIDER[own]
         try:
-            beside = score_in(
-                self.policy, samples, distributions, self.budget, self.processes, held=self.engine_holds, dtype=computed
-            )
+            found = self.of_each(samples, lambda batch: self.policy.scores_in(batch, distributions, held, computed).flatten(0, 1))
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:  # architectures have code of their own
             if is_out_of_memory(error):
                 raise
             return None
-        logp = self.logp_at(samples, distributions)
+        logp, beside = self.logp_at(samples, distributions), [one.unflatten(0, (2, len(distributions))) for one in found]
         noise: Noise | None = None
         for k, distribution in enumerate(distributions):
             rounded = [(one[k].double() - other[0, k]).abs() + other[1, k] for one, other in zip(logp, beside, strict=True)]
@@ -183,8 +191,3 @@ class Probe:
         """Sends the present weights of the policy to the engine, see `send_weights`. It sleeps first, as it does in a run."""
         self.engine.sleep()
         send_weights(self.engine, self.policy.model, self.version, self.processes, hashed, whole)
-
-    def by_engine(self, samples: Sequence[Sample]) -> list[list[Sample]]:
-        """Splits what `sample` returned into one list for each engine."""
-        each = len(samples) // self.engine_share.engines
-        return [list(samples[each * engine : each * (engine + 1)]) for engine in range(self.engine_share.engines)]

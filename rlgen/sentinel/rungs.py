@@ -5,7 +5,7 @@ The code and its messages call check N rung N. Check 0 is `contract`.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import numpy as np
@@ -101,7 +101,7 @@ def rung_of(
         name=name,
         verdict=verdict,
         sentence=sentence,
-        measured=bounds.measured(gap),
+        measured={bounds.main: bounds.of(gap), **asdict(gap)},  # the one that `bound` applies to first
         bound=bounds.bound,
         bounds=bounds.as_json,
         noise=probe.noise,
@@ -213,7 +213,8 @@ def changed_sync(probe: Probe) -> Rung:
 
 def worst_engine(probe: Probe, before: list[Sample], after: list[Sample]) -> tuple[list[Sample], list[Sample]]:
     """Returns the samples before and after the sync of the engine with the largest gap: one may be wrong and the others right."""
-    pairs = list(zip(probe.by_engine(before), probe.by_engine(after), strict=True))
+    each = len(after) // probe.engine_share.engines
+    pairs = [(before[start : start + each], after[start : start + each]) for start in range(0, len(after), each)]
     gaps = [probe.trainer.gap(samples, probe.whole) for _, samples in pairs]
     off = [probe.bounds.of(gap) for gap in gaps]
     return pairs[max(range(len(pairs)), key=lambda engine: (math.isnan(off[engine]), off[engine]))]

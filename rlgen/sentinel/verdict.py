@@ -1,9 +1,8 @@
 """Defines the result of a check."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 from rlgen.errors import Fault, SentinelError
 from rlgen.sentinel.bounds import Noise
@@ -38,9 +37,6 @@ class Rung:
         """Returns the error of a failed check."""
         assert self.fault is not None
         return SentinelError(self.fault, self.sentence, f"rung {self.number}, {self.name}")
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def failed(rungs: Sequence[Rung]) -> Rung | None:

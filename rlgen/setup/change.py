@@ -159,7 +159,7 @@ def ratio_after(learning: Learning, train_batch: TrainBatch) -> Tensor:
     now = score_own(update.policy, train_batch.samples, distribution, learning.builder.budget, processes, rows)
     mask = torch.from_numpy(train_batch.samples.loss_mask.values)
     own = (now - train_batch.flat("old_logp")).double().exp()[mask]
-    return torch.from_numpy(processes.gather_rows(own.numpy()))
+    return torch.cat(processes.gather([own]))
 
 
 def cosine(one: list[Gradient], other: list[Gradient]) -> float | None:

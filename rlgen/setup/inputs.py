@@ -1,7 +1,7 @@
 """Records the data, tokenizer and user's code of each attempt, and checks that a resumed attempt has the same ones."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rlgen.algorithms.own import OwnAlgorithm
@@ -46,7 +46,7 @@ class UserCode:
 
 def ids_in(data: Data) -> dict[str, Any]:
     """Returns what depends on the tokenizer in model.path."""
-    return {"prompt_ids": data.prompts.digest(), "stop_ids": list(data.stop_ids)}
+    return {"prompt_ids": data.prompts.digest, "stop_ids": list(data.stop_ids)}
 
 
 def facts_of(data: Data | HeldOut) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def record_attempt(
         "data": facts_of(data),
         "eval": {} if held_out is None else {**facts_of(held_out), "trained_on_too": held_out.overlap},
         "rewards": rewards,
-        "sentinel": [rung.as_json() for rung in rungs],
+        "sentinel": [asdict(rung) for rung in rungs],
         "from_step": both.position.step,
         "notices": list(notices),
     }

@@ -256,10 +256,10 @@ class Recorder:
         if self.past.recipe.data.columns.images is None:
             return samples
         prompts = self.opened().prompts
-        if (was := self.past.attempt_of(step).get("prompt_ids")) not in (None, prompts.digest()):
+        if (was := self.past.attempt_of(step).get("prompt_ids")) not in (None, prompts.digest):
             raise UsageError(
                 f"step {step}: its prompts or their images have changed since it was trained (digest {was}, now"
-                f" {prompts.digest()}): bring them back"
+                f" {prompts.digest}): bring them back"
             )
         of_group = {group: prompts.at(group).images for group in set(samples.group_id.tolist())}
         return replace(samples, images=tuple(of_group[group] for group in samples.group_id.tolist()))

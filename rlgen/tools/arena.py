@@ -26,17 +26,14 @@ class EnvPool:
         """Returns the number of a new conversation."""
         return next(self._talks)
 
-    def first(self, begin: dict[str, Any], done: Answered) -> None:
-        """Asks what `reset` returns for a row, given what it may take.
+    def first(self, begin: dict[str, Any], done: Answered, demonstrate: bool = False) -> None:
+        """Asks what `reset` returns for a row, given what it may take: {"text": ...}. With `demonstrate` asks for a good first
+        message and the answer to it, {"said": ..., "text": ...}; not every environment has them.
 
-        As in all methods, `done` gets the answer from another thread, here {"text": ...}; or why there is none; or an error that
-        ends the run: the code has changed, or no process starts.
+        As in all methods, `done` gets the answer from another thread; or why there is none; or an error that ends the run: the
+        code has changed, or no process starts.
         """
-        self._call(self.number(), {"begin": begin}, done)
-
-    def demonstrate(self, begin: dict[str, Any], done: Answered) -> None:
-        """Asks for a good first message and the answer to it, {"said": ..., "text": ...}; not every environment has them."""
-        self._call(self.number(), {"begin": begin, "demonstrate": True}, done)
+        self._call(self.number(), {"begin": begin, "demonstrate": demonstrate}, done)
 
     def begin(self, talk: int, begin: dict[str, Any], expected: str | None, message: str, done: Answered) -> None:
         """Begins conversation `talk` with the model's first message; `expected` is what `first` returned. `done` as in `step`."""

@@ -238,7 +238,7 @@ class TrainBatchBuilder:
         rows = [slice(first, last) for first, last in pairwise(own.completion_ids.offsets)]
         mask, sampler = torch.from_numpy(own.loss_mask.values), torch.from_numpy(own.sampler_logp.values)
         values = [reward_kl(sampler[row][None], ref_logp[row][None], mask[row][None]) for row in rows]
-        gathered = torch.from_numpy(self.processes.gather_rows(torch.cat([torch.zeros(0).double(), *values]).numpy()))
+        gathered = torch.cat(self.processes.gather([torch.cat([torch.zeros(0).double(), *values])]))
         kl = torch.empty_like(gathered)
         kl[torch.from_numpy(by_holder(table, self.processes.world))] = gathered
         if not kl.isfinite().all():

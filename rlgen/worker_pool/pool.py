@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rlgen.processes import cores
 from rlgen.recipe.models import ScoringRecipe
 from rlgen.worker_pool.failures import Failed
@@ -261,16 +263,13 @@ class Pool:
                     seconds = self._seconds.setdefault(call.source, outcome.seconds)
                     self._seconds[call.source] = 0.9 * seconds + 0.1 * outcome.seconds
                     self._put(outcome)
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
+            except (AttributeError, KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
                 raise WorkerLost("sent invalid data to the trainer") from error
 
-    def _learn(self, worker: WorkerProcess, found: list[dict[str, Any]]) -> None:
+    def _learn(self, worker: WorkerProcess, found: Any) -> None:
         """Stores what a worker found. Raises RlgenError if the code's hashes differ from the first worker's."""
         worker.ready, self._failed = True, 0
-        facts = [
-            FunctionFacts(tuple((name, kind, required) for name, kind, required in fact.pop("parameters")), **fact)
-            for fact in found
-        ]
+        facts = msgspec.convert(found, list[FunctionFacts])
         if not self._facts.done():
             self._facts.set_result(facts)
         elif [fact.sha256 for fact in facts] != [fact.sha256 for fact in self._facts.result()]:

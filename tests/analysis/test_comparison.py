@@ -141,14 +141,14 @@ def test_the_verdict_over_seeds(tmp_path: Path) -> None:
     comparison = compare([*grpo, *rloo], REWARD, "tokens")
     (verdict,) = comparison.verdicts
     reach = 2.776445 * math.sqrt(2 * 4e-4 / 3)
-    interval = verdict.estimate.interval
+    interval = verdict.interval
     assert interval is not None and (interval.low, interval.high) == pytest.approx((0.1 - reach, 0.1 + reach))
     assert verdict.sentence == "A is better than B by 0.1 (0.0547 to 0.145)" and verdict.higher == "A"
-    assert (verdict.estimate.method, verdict.place) == ("Welch's t over seeds", "steps 31 to 40")
+    assert (verdict.method, verdict.place) == ("Welch's t over seeds", "steps 31 to 40")
     assert comparison.row_of(comparison.groups[0])[1:] == ("0, 1, 2", "40", "0.82 (0.77 to 0.87)") and comparison.notes == []
     (other_way,) = compare([*rloo, *grpo], REWARD, "step").verdicts
     assert other_way.sentence == "B is better than A by 0.1 (0.0547 to 0.145)"
-    assert other_way.estimate.difference == pytest.approx(-0.1)
+    assert other_way.difference == pytest.approx(-0.1)
 
 
 APART = "A is better than B by 0.35 (0.35 to 0.35)"
@@ -166,7 +166,7 @@ APART = "A is better than B by 0.35 (0.35 to 0.35)"
 def test_seeds(tmp_path: Path, left: list[float], right: list[float], sentence: str, basis: str, without: list[str]) -> None:
     comparison = compare([*seeds(tmp_path, "grpo", left, GRPO), *seeds(tmp_path, "rloo", right, RLOO)], REWARD, "step")
     (verdict,) = comparison.verdicts
-    assert verdict.sentence == sentence and basis in verdict.estimate.basis
+    assert verdict.sentence == sentence and basis in verdict.basis
     assert (verdict.higher is None) == sentence.startswith("no difference")
     assert [note.partition(":")[0] for note in comparison.notes] == without
 
@@ -177,9 +177,9 @@ def test_the_verdict_over_steps(tmp_path: Path) -> None:
     runs = [single(tmp_path, "a", left.tolist()), single(tmp_path, "b", right.tolist(), recipe=RLOO)]
     comparison = compare(runs, REWARD, "step")
     (verdict,) = comparison.verdicts
-    assert verdict.estimate.interval == of_series((left - np.append(right, np.zeros(40)))[45:60]), "of the steps that both have"
-    assert verdict.higher == "A" and verdict.place == "steps 46 to 60" and verdict.estimate.method == "block bootstrap over steps"
-    basis = verdict.estimate.basis
+    assert verdict.interval == of_series((left - np.append(right, np.zeros(40)))[45:60]), "of the steps that both have"
+    assert verdict.higher == "A" and verdict.place == "steps 46 to 60" and verdict.method == "block bootstrap over steps"
+    basis = verdict.basis
     assert basis.endswith("one seed each proves little") and "15 steps (block bootstrap" in basis
     assert comparison.notes == ["the runs end at different steps: a curve of several seeds ends with the shortest run"]
 
@@ -213,7 +213,7 @@ def test_a_metric_that_few_steps_have(tmp_path: Path) -> None:
             record["eval/reward/mean"] = record["reward/mean"] + 1
         (run.path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (verdict,) = compare([read_run(run.path) for run in runs], "eval/reward/mean", "step").verdicts
-    assert list(verdict.steps) == [28, 32] and verdict.estimate.difference == pytest.approx(0.5)
+    assert list(verdict.steps) == [28, 32] and verdict.difference == pytest.approx(0.5)
 
 
 def test_a_run_that_was_killed(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_a_second_start_tokenises_nothing_and_has_the_same_prompts(
     assert sorted(folder.iterdir()) == kept and "_encode_plus" in work
 
     used, digest = one_by_one(rows, byte_tokenizer(), 200)
-    assert first.digest() == second.digest() == uncached.digest() == digest
+    assert first.digest == second.digest == uncached.digest == digest
     assert first.counts == second.counts == uncached.counts
     assert sum(first.counts[name] for name in ("empty", "no_answer", "odd_answer", "over_long", "used")) == COUNT
     assert (first.counts["read"], first.counts["used"], first.counts["odd_answer"]) == (COUNT, len(used), 20)
@@ -170,7 +170,7 @@ def test_another_setting_is_not_taken_for_this_one(
     assert (made(folder, "rows"), made(folder, "prompts")) == (1, 2)
     again = start(path, **CHAT)
     assert again.take(0, 10) == before.take(0, 10) and made(folder, "prompts") == 2
-    assert (after.digest() == before.digest()) == (change in ({"max_prompt_tokens": 60}, {"overlong": "error"}, {"columns": {}}))
+    assert (after.digest == before.digest) == (change in ({"max_prompt_tokens": 60}, {"overlong": "error"}, {"columns": {}}))
 
 
 def test_order_and_seed_need_no_other_tokens(tmp_path: Path, folder: Path, all_cached: None) -> None:
@@ -240,7 +240,7 @@ def test_a_tokenizer_that_cannot_be_named_is_not_kept(tmp_path: Path, folder: Pa
     tokenizer = byte_tokenizer()
     tokenizer.__class__ = Slow
     path = write_lines(tmp_path / "rows.jsonl", ROWS)
-    assert start(path, tokenizer, **CHAT).digest() == start(path, **CHAT).digest()
+    assert start(path, tokenizer, **CHAT).digest == start(path, **CHAT).digest
     assert made(folder, "prompts") == 1
 
 

@@ -95,7 +95,7 @@ def test_prompts_differ_by_their_images(tmp_path: Path) -> None:
     prompts = stream(tmp_path / "rows.jsonl", rows)
     assert prompts.counts["duplicates"] == 1
     first, second = (stream(tmp_path / f"{place}.jsonl", rows[place : place + 1]) for place in range(2))
-    assert first.digest() != second.digest()
+    assert first.digest != second.digest
     assert (overlap(first, prompts), overlap(prompts, first)) == (1, 2)
 
 

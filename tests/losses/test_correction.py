@@ -6,7 +6,7 @@ import pytest
 import torch
 from loss_cases import tensor
 
-from rlgen.losses.correction import MISMATCH, Correction, Mismatch, importance_weight
+from rlgen.losses.correction import Correction, Mismatch, importance_weight
 
 NAN = math.nan
 OLD, SAMPLER = tensor([[-1.0, -2.0, -0.5]]), tensor([[-1.2, -1.5, -1.5]])
@@ -154,4 +154,5 @@ def test_p999_is_the_nearest_rank():
 
 
 def test_an_empty_window_measures_nothing():
-    assert measured(TRUNCATE, mask=torch.zeros_like(MASK)) == dict.fromkeys(MISMATCH)
+    assert measured(TRUNCATE, mask=torch.zeros_like(MASK)) == dict.fromkeys(measured(TRUNCATE))
+    assert Mismatch.of_train_batch([]).metrics() == dict.fromkeys(measured(TRUNCATE)), "no micro-batch at all"

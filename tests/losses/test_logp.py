@@ -10,7 +10,7 @@ import torch
 from conftest import ROOT
 from torch.nn.functional import cross_entropy
 
-from rlgen.losses.logp import CHUNK_LOGITS, head_scores, truncation
+from rlgen.losses.logp import CHUNK_LOGITS, LogitRule, head_scores, truncation
 from rlgen.types import WHOLE, Distribution
 
 N, H, V = 13, 8, 50
@@ -42,7 +42,7 @@ def test_values_and_gradients(chunk, softcap, scale, dtype, rtol, atol, entropy,
     hidden, weight = (torch.randn(*s, generator=g, dtype=dtype).requires_grad_() for s in ((N, H), (V, H)))
     bias = torch.randn(V, generator=g, dtype=dtype).requires_grad_()
     ids, at = torch.randint(0, V, (N,), generator=g), (WHOLE, Distribution(temperature=0.7, **rules))
-    scores = head_scores(hidden, weight, ids, at, entropy=entropy, bias=bias, softcap=softcap, scale=scale, chunk=chunk)
+    scores = head_scores(hidden, weight, ids, at, entropy=entropy, bias=bias, rule=LogitRule(softcap, scale), chunk=chunk)
     logits = scale * (hidden @ weight.T + bias)
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
@@ -123,7 +123,8 @@ def test_a_head_in_bfloat16_rounds_its_logits() -> None:
     ids = torch.randint(0, V, (N,), generator=g)
     rounded = (hidden @ weight.bfloat16().T).float().log_softmax(-1).gather(1, ids[:, None])[:, 0]
     gaps = [
-        (head_scores(hidden, weight, ids, (WHOLE,), fp32=fp32).logp[0] - rounded).abs().max().item() for fp32 in (False, True)
+        (head_scores(hidden, weight, ids, (WHOLE,), rule=LogitRule(fp32=fp32)).logp[0] - rounded).abs().max().item()
+        for fp32 in (False, True)
     ]
     assert gaps[0] < 1e-5 < 1e-3 < gaps[1]
 

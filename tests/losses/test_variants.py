@@ -16,19 +16,20 @@ from rlgen.algorithms.registry import build_algorithm
 from rlgen.losses.inputs import LossInputs, Stats, Totals
 from rlgen.losses.kl import KL, reward_kl
 from rlgen.losses.masking import entropy_kept
-from rlgen.losses.policy import Aggregation, Objective, policy_loss, row_coefficient
+from rlgen.losses.policy import Aggregation, policy_loss, row_coefficient
 from rlgen.losses.variants import Cispo, Clip, Sapo, Terms, Variant, Vespo
 from rlgen.recipe.trainers import RLOORecipe
 
 NAN = math.nan
 LN2 = math.log(2)
 close = partial(assert_close, rtol=1e-9, atol=1e-12)
+CLIP = Clip(0.2, 0.2, None, "token")
+PLAIN = {"variant": CLIP, "aggregation": "token_mean", "kl": None, "off_policy_max": None, "entropy_bonus": 0.0}
 VESPO = Vespo(k_positive=2.0, lambda_positive=3.0, k_negative=3.0, lambda_negative=2.0)
 
 
 def loss_with(variant: Variant, aggregation: Aggregation = "token_mean") -> Callable[[LossInputs], tuple[Tensor, Stats]]:
-    objective = Objective(variant=variant, aggregation=aggregation, kl=None, off_policy_max=None, entropy_bonus=0.0)
-    return partial(policy_loss, objective=objective)
+    return partial(policy_loss, **{**PLAIN, "variant": variant, "aggregation": aggregation})
 
 
 def moved(ratio: list[float], advantage: float, **given: object) -> LossInputs:
@@ -207,15 +208,9 @@ def test_k3_is_far_from_the_reference(policy, old, value, gradient):
 
 @pytest.mark.parametrize("weighted, factor", [(False, 1.0), (True, 5.0)])
 def test_kl_is_added_with_beta_and_weighted_only_on_request(weighted, factor):
-    objective = Objective(
-        variant=Clip(0.2, 0.2, None, "token"),
-        aggregation="token_mean",
-        kl=KL(0.1, "k3_is", weighted),
-        off_policy_max=None,
-        entropy_bonus=0.0,
-    )
+    settings = {**PLAIN, "kl": KL(0.1, "k3_is", weighted)}
     given = {"ref_logp": torch.zeros(1, 1), "weight": tensor([[5.0]]), "advantages": tensor([0.0])}
-    loss, stats = policy_loss(case(tensor([[LN2]]).requires_grad_(), **given), objective)
+    loss, stats = policy_loss(case(tensor([[LN2]]).requires_grad_(), **given), **settings)
     assert loss.item() == pytest.approx(0.1 * (LN2 - 0.5) * factor, abs=1e-12)
     assert stats["policy_loss"].value == 0.0
     assert stats["kl/ref_k3"].value == pytest.approx(LN2 - 0.5)
@@ -235,10 +230,7 @@ def test_off_policy_rows_of_negative_advantage_are_dropped():
         sampler_logp=policy + tensor([[1.0, 0.4], [0.2, NAN], [2.0, 2.0]]),
         advantages=tensor([-1.0, -1.0, 1.0]),
     )
-    objective = Objective(
-        variant=Clip(0.2, 0.2, None, "token"), aggregation="token_mean", kl=None, off_policy_max=0.5, entropy_bonus=0.0
-    )
-    _, gradient, stats = value_and_gradient(partial(policy_loss, objective=objective), x)
+    _, gradient, stats = value_and_gradient(partial(policy_loss, **{**PLAIN, "off_policy_max": 0.5}), x)
     close(gradient, tensor([[0.0, 0.0], [1 / 6, 1 / 6], [-1 / 6, -1 / 6]]))
     assert stats["opsm/dropped_frac"].value == pytest.approx(1 / 3)
 
@@ -264,10 +256,7 @@ def test_entropy_bonus():
     entropy = tensor([[0.5, 1.0], [2.0, NAN]]).requires_grad_()
     mask = torch.tensor([[True, True], [True, False]])
     x = case(torch.zeros(2, 2, dtype=torch.float64, requires_grad=True), mask=mask, entropy=entropy)
-    objective = Objective(
-        variant=Clip(0.2, 0.2, None, "token"), aggregation="token_mean", kl=None, off_policy_max=None, entropy_bonus=0.1
-    )
-    loss, stats = policy_loss(x, objective)
+    loss, stats = policy_loss(x, **{**PLAIN, "entropy_bonus": 0.1})
     loss.backward()
     close(loss.detach(), tensor(-1 - 0.1 * 3.5 / 3))
     close(entropy.grad, tensor([[-0.1 / 3, -0.1 / 3], [-0.1 / 3, 0.0]]))

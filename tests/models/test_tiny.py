@@ -95,7 +95,7 @@ def test_capped_attention_is_computed() -> None:
 def test_a_head_that_is_read_wrongly_is_refused(name: str, lost: str) -> None:
     model = tiny_model(name)
     head = LmHead.of(model)
-    wrong = replace(head, **{lost: {"softcap": None, "scale": 1.0}[lost]})
+    wrong = replace(head, rule=replace(head.rule, **{lost: {"softcap": None, "scale": 1.0}[lost]}))
     check_head(model, head)
     with pytest.raises(SetupError, match="computes its logits in a way rlgen does not know"):
         check_head(model, wrong)

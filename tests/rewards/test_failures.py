@@ -22,7 +22,7 @@ def test_zero_only_where_it_is_written(scorer, proof):
     said = [dict(sample.reward_errors) for sample in (*zero.samples, *skip.samples)]
     assert [bool(errors) for errors in said] == [False, True, False] * 2
     assert said[1] == said[4] and said[1]["f"].startswith("error: ValueError: no x (")
-    assert not zero.samples[1].failed and skip.samples[1].failed
+    assert (zero.samples[1].rewards, skip.samples[1].rewards) == ({"f": 0.0}, {"f": None})
     metrics = sample_metrics(RowTable.gather(Samples.of(skip.samples), Processes.alone()))
     assert (metrics["reward/f/failed"], metrics["reward/f/errors"], metrics["reward/f/timeouts"]) == (1, 1, 0)
     assert (metrics["reward/unscored"], metrics["reward/f/mean"]) == (1, 1.0)

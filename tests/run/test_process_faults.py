@@ -226,11 +226,11 @@ def test_the_reason_of_a_failure_outlives_the_loss_of_the_others() -> None:
         raise RewardError("the judge is away")
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RewardError) as caught:
-        patch.setattr(processes.dist, "all_gather", gone)
+        patch.setattr(processes.dist, "all_gather_object", gone)
         others.run_all(fails)
     assert not processes.lost(caught.value)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError) as gone_too:
-        patch.setattr(processes.dist, "all_gather", gone)
+        patch.setattr(processes.dist, "all_gather_object", gone)
         others.run_all(int)
     assert processes.lost(gone_too.value)
 

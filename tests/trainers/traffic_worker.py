@@ -2,8 +2,12 @@
 
 import json
 import os
+import pickle
 import sys
 from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
 
 from rlgen.cli.app import main
 from rlgen.trainers.report import Reporter
@@ -21,7 +25,20 @@ def bytes_of(train_batch: TrainBatch) -> int:
 def count() -> None:
     """Prints a JSON object at the end of each step."""
     build, metrics = TrainBatchBuilder.build, Reporter.metrics
-    trained, before = [0], [0]
+    gather, exchange, reduce = dist.all_gather_object, dist.all_to_all_single, dist.all_reduce
+    trained, received = [0], [0]
+
+    def gathered(found: list[Any], own: Any, group: Any) -> None:
+        gather(found, own, group=group)
+        received[0] += sum(len(pickle.dumps(one)) for one in found) - len(pickle.dumps(own))
+
+    def exchanged(found: Tensor, *arguments: Any, **named: Any) -> None:
+        exchange(found, *arguments, **named)
+        received[0] += len(found)
+
+    def reduced(values: Tensor, *arguments: Any, **named: Any) -> Any:
+        received[0] += values.nbytes if "group" in named else 0  # without one they are gradients
+        return reduce(values, *arguments, **named)
 
     def built(builder: TrainBatchBuilder, *arguments: Any) -> Any:
         found = build(builder, *arguments)
@@ -29,13 +46,13 @@ def count() -> None:
         return found
 
     def ended(report: Reporter, step: int, *arguments: Any) -> Any:
-        received = report.processes.traffic.received
-        line = {"step": step, "rank": report.processes.rank, "received": received - before[0], "rows": trained[0]}
+        line = {"step": step, "rank": report.processes.rank, "received": received[0], "rows": trained[0]}
         os.write(SCREEN, f"TRAFFIC {json.dumps(line)}\n".encode())
-        before[0] = received
+        received[0] = 0
         return metrics(report, step, *arguments)
 
     TrainBatchBuilder.build, Reporter.metrics = built, ended  # type: ignore[method-assign]
+    dist.all_gather_object, dist.all_to_all_single, dist.all_reduce = gathered, exchanged, reduced
 
 
 if __name__ == "__main__":
