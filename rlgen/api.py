@@ -89,8 +89,8 @@ def evaluate(
     """
     from rlgen.cli.evaluate import evaluate_target
 
-    _, found = evaluate_target(Path(name), Path(recipe), overrides, step, None if out is None else Path(out), lambda text: None)
-    return found.metrics
+    folder = None if out is None else Path(out)
+    return evaluate_target(Path(name), Path(recipe), overrides, step, folder, lambda text: None)[-1]
 
 
 def rollouts(run: str | Path, step: int | None = None) -> Iterator[Mapping[str, Any]]:

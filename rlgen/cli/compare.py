@@ -7,6 +7,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.text import Text
 
 from rlgen.analysis.aligned import BAND, By, other_charts
@@ -17,7 +18,7 @@ from rlgen.analysis.plot import STYLES, plot
 from rlgen.analysis.png import chosen_curves, write_png
 from rlgen.analysis.report import title_of, write_comparison, write_report
 from rlgen.analysis.run import Run, read_run
-from rlgen.cli.output import echo, echo_styled, page_for_terminal, plain_table
+from rlgen.cli.output import echo, page_for_terminal, plain_table
 from rlgen.cli.rollouts import as_json_value
 from rlgen.cli.status import status_of
 from rlgen.errors import UsageError
@@ -38,7 +39,8 @@ def compare_command(names: Sequence[Path], metric: str, by: By, html: bool, png:
     if as_json:
         echo(printable_json(json.dumps(as_json_value({**comparison_object(comparison, by), **files}))), exact=True)
         return
-    print_comparison(comparison, by)
+    with page_for_terminal(whole_lines=False) as page:
+        print_comparison(comparison, by, page)
     for file in filter(None, files.values()):
         echo(f"{file} written")
 
@@ -62,7 +64,16 @@ def comparison_object(comparison: Comparison, by: By) -> dict[str, Any]:
     return {
         "metric": comparison.metric,
         "by": by,
-        "runs": {name: run_object(run, letters[run]) for run, name in names.items()},
+        "runs": {
+            name: {
+                "path": str(run.path),
+                "group": letters[run],
+                "seed": run.recipe.run.seed,
+                "state": run.status["state"],
+                "steps": len(run.metrics),
+            }
+            for run, name in names.items()
+        },
         "groups": {letter: bounds(end) for letter, end in comparison.ends.items()},
         "differences": {key: {names[run]: value for run, value in of.items()} for key, of in comparison.differences.items()},
         "curves": {
@@ -72,11 +83,6 @@ def comparison_object(comparison: Comparison, by: By) -> dict[str, Any]:
         "verdicts": [verdict_object(verdict) for verdict in comparison.verdicts],
         "notes": comparison.notes,
     }
-
-
-def run_object(run: Run, letter: str) -> dict[str, Any]:
-    state, steps = run.status["state"], len(run.metrics)
-    return {"path": str(run.path), "group": letter, "seed": run.recipe.run.seed, "state": state, "steps": steps}
 
 
 def bounds(value: Interval | float | None) -> dict[str, float | None]:
@@ -101,8 +107,7 @@ def verdict_object(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def print_comparison(comparison: Comparison, by: By) -> None:
-    page = page_for_terminal(whole_lines=False)
+def print_comparison(comparison: Comparison, by: By, page: Console) -> None:
     letters = {group.letter: style for group, style in zip(comparison.groups, cycle(STYLES), strict=False)}
     runs = plain_table(["", "runs", "seeds", "steps", f"{comparison.metric}, last quarter"])
     for group in comparison.groups:
@@ -124,7 +129,6 @@ def print_comparison(comparison: Comparison, by: By) -> None:
         page.print(Text(printable(f"{comparison.metric}, {verdict.place}; {verdict.basis}"), style="dim"))
     for place, note in enumerate(comparison.notes):
         page.print(Text(printable(("" if place else "\n") + f"note: {note}"), style="yellow"))
-    echo_styled(page)
 
 
 def cells(texts: Sequence[str]) -> list[Text]:

@@ -2,7 +2,6 @@
 
 import re
 import sys
-from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
@@ -25,7 +24,12 @@ def docs_command(
 ) -> None:
     """Print a page of the documentation, or list the pages."""
     if search is not None:
-        echo(lines_with(search, page_names() if page is None else [page]))
+        names = page_names() if page is None else [page]
+        lines = [(name, line.strip()) for name in names for line in page_text(name).splitlines()]
+        held = [f"{name}: {line}" for name, line in lines if search.strip().lower() in line.lower()]
+        if not held:
+            raise UsageError(f"no page has `{search}`; `rlgen docs` lists the pages")
+        echo("\n".join(held))
         return
     if page is None:
         width = max(map(len, page_names()))
@@ -51,15 +55,6 @@ def page_text(page: str) -> str:
         hint = f"did you mean `{close[0]}`?" if close else f"there are {', '.join(names)}"
         raise UsageError(f"there is no page `{page}`; {hint}; `rlgen docs --search {page[:100]}` searches all pages")
     return COMMENT.sub("", (PAGES / f"{page}.md").read_text(encoding="utf-8"))
-
-
-def lines_with(word: str, pages: Sequence[str]) -> str:
-    """Returns the lines of pages that hold a word, as `page: line`. Upper case does not matter."""
-    lines = [(page, line.strip()) for page in pages for line in page_text(page).splitlines()]
-    held = [f"{page}: {line}" for page, line in lines if word.strip().lower() in line.lower()]
-    if not held:
-        raise UsageError(f"no page has `{word}`; `rlgen docs` lists the pages")
-    return "\n".join(held)
 
 
 def summary(text: str) -> str:

@@ -79,6 +79,9 @@ def examine(recipe: Recipe, logs: Path, say: Say, as_json: bool, store: bool, pr
 
 def climbed(recipe: Recipe, logs: Path, say: Say, processes: "Processes") -> "tuple[Mapping[str, str], list[Rung]]":
     """Opens trainer and engine as a run does, and prints the result of each check. Returns the versions and the results."""
+    import torch
+    import transformers
+
     from rlgen.run.manifest import check_model_files
     from rlgen.sentinel.rungs import climb
     from rlgen.setup.data import open_data
@@ -92,7 +95,10 @@ def climbed(recipe: Recipe, logs: Path, say: Say, processes: "Processes") -> "tu
         say(notice)
     with closing(open_trainer_and_engine(data, None, processes, logs, say)) as both:
         facts = both.engine.facts()
-        versions = versions_of(facts.engine, facts.runner)
+        gpu, runner = torch.cuda.is_available(), {} if facts.runner is None else {"model runner": facts.runner}
+        device = torch.cuda.get_device_name() if gpu else f"cpu {torch.backends.cpu.get_cpu_capability()}"
+        versions = {"engine": facts.engine, **runner, "torch": torch.__version__, "transformers": transformers.__version__}
+        versions["device"] = device  # all that a baseline depends on
         say(", ".join(f"{name} {value}" if name != "engine" else value for name, value in versions.items()))
         rungs, probe = [], probe_of(both)
         for rung in climb(probe, toy_gradient(both, probe)):
@@ -106,14 +112,3 @@ def measurements(rung: "Rung") -> str:
     """Returns `mean 9.1e-06 (bound 3.1e-05), RMS 1.4e-05 (bound 4.8e-05)`; empty without a measurement."""
     names = {"mean_delta": "mean", "rms_delta": "RMS", "max_delta": "max", "relative_distance": "distance"}
     return ", ".join(f"{names[name]} {rung.measured[name]:.1e} (bound {bound:.1e})" for name, bound in rung.bounds.items())
-
-
-def versions_of(engine: str, runner: str | None) -> Mapping[str, str]:
-    """Returns the versions and the device that a baseline depends on."""
-    import torch
-    import transformers
-
-    gpu = torch.cuda.is_available()
-    device = torch.cuda.get_device_name() if gpu else f"cpu {torch.backends.cpu.get_cpu_capability()}"
-    ours = {"engine": engine} if runner is None else {"engine": engine, "model runner": runner}
-    return {**ours, "torch": torch.__version__, "transformers": transformers.__version__, "device": device}

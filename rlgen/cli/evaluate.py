@@ -19,7 +19,7 @@ from rlgen.run.launch import Launch
 from rlgen.run.manifest import NAME, check_files, read_manifest
 
 if TYPE_CHECKING:
-    from rlgen.setup.evaluation import Evaluated
+    from rlgen.setup.data import HeldOut
 
 WIDTH = 24  # characters of the column of names
 
@@ -34,21 +34,19 @@ class Target(NamedTuple):
 
 def eval_command(name: Path, path: Path, overrides: list[str], step: str | None, out: Path | None, as_json: bool) -> None:
     """Evaluates, and prints a table or one JSON object."""
-    target, found = evaluate_target(name, path, overrides, step, out, Terminal(quiet=as_json).say)
-    held_out = found.data.held_out
-    assert held_out is not None
+    target, held_out, metrics = evaluate_target(name, path, overrides, step, out, Terminal(quiet=as_json).say)
     if as_json:
         facts = {"model": str(target.adapter or target.model.path), "step": target.step, "source": held_out.rows.source}
-        echo(json.dumps({**facts, "trained_on_too": held_out.overlap, "metrics": found.metrics}))
+        echo(json.dumps({**facts, "trained_on_too": held_out.overlap, "metrics": metrics}))
         return
     echo(f"{target.adapter or target.model.path}: {len(held_out.prompts)} prompts of {held_out.rows.source}")
-    print_metrics(found.metrics)
+    print_metrics(metrics)
 
 
 def evaluate_target(
     name: Path, path: Path, overrides: Sequence[str], step: str | None, out: Path | None, say: Callable[[str], None]
-) -> "tuple[Target, Evaluated]":
-    """Returns what was evaluated, and the result."""
+) -> "tuple[Target, HeldOut, dict[str, Any]]":
+    """Returns what was evaluated, on which prompts, and the metrics."""
     recipe = load_recipe(path, overrides).recipe
     if recipe.eval is None:
         raise UsageError(f"{path} has no section `eval`; add one, such as --set 'eval={{source: heldout.jsonl}}'")
@@ -70,18 +68,14 @@ def evaluate_target(
     with whole_checkpoint(location, logs / f"whole_{os.getpid()}") as folder:
         model = target.model.model_copy(update={"path": str(folder)})
         recipe = recipe.model_copy(update={"model": model})
-        return target, evaluate_model(recipe, target.adapter, target.step, logs, out, say)
+        return target, *evaluate_model(recipe, target.adapter, target.step, logs, out, say)
 
 
 def target_of(recipe: Recipe, name: Path, step: str | None) -> Target:
     """Returns what is to be evaluated: a run's checkpoint, one checkpoint, or a model. Raises UsageError if there is none."""
     place = name.expanduser()
-    if holds_run(place) or holds_run(RUNS / name):
-        return checkpoint_of(recipe, find_checkpoint(find_run(place), step))
-    if (place / NAME).is_file():
-        if step is not None:
-            raise UsageError(f"--step: {name} is one checkpoint; name the run to choose among several")
-        return checkpoint_of(recipe, place.resolve())
+    if holds_run(place) or holds_run(RUNS / name) or (place / NAME).is_file():
+        return checkpoint_of(recipe, find_checkpoint(place, step))
     if step is not None:
         raise UsageError(f"--step: {name} is not a run; leave --step out")
     if place.is_dir() and not (place / "config.json").is_file():

@@ -46,7 +46,12 @@ def export_command(
     if out.exists():
         raise UsageError(f"--out: {out} exists already; name another folder")
     if push_to_hub is not None:
-        check_repo(push_to_hub)
+        from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+        try:
+            validate_repo_id(push_to_hub)
+        except HFValidationError as error:
+            raise UsageError(f"--push-to-hub: {error}") from error
     check_files(checkpoint, hashes=True)
     from rlgen.run.whole import whole_checkpoint
 
@@ -95,16 +100,6 @@ def write_card(checkpoint: Path, folder: Path, dtype: str) -> str | None:
             write_text(folder / CARD, model_card(read_run(run), read_manifest(checkpoint).step, dtype))
             return CARD
     return None
-
-
-def check_repo(repo: str) -> None:
-    """Raises UsageError for what cannot be the name of a repository of the hub."""
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
-
-    try:
-        validate_repo_id(repo)
-    except HFValidationError as error:
-        raise UsageError(f"--push-to-hub: {error}") from error
 
 
 def push(folder: Path, repo: str, step: int) -> str:

@@ -17,8 +17,9 @@ from rlgen.recipe import LoadedRecipe, Recipe
 from rlgen.recipe.data import TASK_COLUMNS
 from rlgen.recipe.evaluation import data_of, eval_rewards
 from rlgen.recipe.judges import MODEL_REWARDS, JudgeArgs, RewardModelArgs, settings_of
+from rlgen.recipe.messages import suggest
 from rlgen.recipe.models import BUILT_IN_REWARDS, SEED_COLUMN, RewardRecipe, ScoringRecipe
-from rlgen.recipe.paths import like
+from rlgen.recipe.paths import like, named_functions
 from rlgen.recipe.rules import is_local_model, is_local_source
 
 if TYPE_CHECKING:
@@ -73,9 +74,9 @@ def missing_files(loaded: LoadedRecipe) -> list[Problem]:
         reason = like(template) or "it is a file with a template (Jinja); without the key the tokenizer's own is used"
         problems.append(Problem(origins["data.chat_template"], what, reason))
     problems += unusable_models(loaded)
-    for key, use in functions_of(recipe).items():
-        file, _, function = use.rpartition(":")
-        if not file.endswith(".py"):
+    for place, use, _ in named_functions(recipe):
+        key, (file, _, function) = ".".join(map(str, (*place, "use"))), use.rpartition(":")
+        if not file.endswith(".py") or place[0] == "eval":  # those of evaluations: see `of_evaluation`
             continue
         try:
             tree = ast.parse(Path(file).read_text(encoding="utf-8"))
@@ -85,8 +86,7 @@ def missing_files(loaded: LoadedRecipe) -> list[Problem]:
             continue
         names = [name for node in tree.body for name in defined(node)]
         if function not in names:
-            close = get_close_matches(function, names, n=1)
-            hint = f"did you mean `{close[0]}`?" if close else f"it defines {', '.join(names) or 'nothing'}"
+            hint = suggest(function, names, None) or f"it defines {', '.join(names) or 'nothing'}"
             problems.append(Problem(origins[key], f"{file} defines no `{function}`", hint))
         elif key.startswith("rewards.") and (node := plain_function(tree, function)) is not None:
             raises = any(isinstance(part, ast.Raise) for part in node.body)  # a stub that raises reports itself when it is called
@@ -94,17 +94,6 @@ def missing_files(loaded: LoadedRecipe) -> list[Problem]:
                 continue
             problems.append(Problem(origins[key], f"{file}: `{function}` returns nothing", "end it with `return` and the reward"))
     return problems
-
-
-def functions_of(recipe: Recipe) -> dict[str, str]:
-    """Returns the functions and classes that a recipe names, by key: {"rewards.0.use": "rewards.py:correct", ...}"""
-    found = {f"rewards.{index}.use": reward.use for index, reward in enumerate(recipe.rewards)}
-    found |= {f"tools.{index}.use": tool.use for index, tool in enumerate(recipe.tools)}
-    if recipe.environment is not None:
-        found["environment.use"] = recipe.environment.use
-    if recipe.rollout.use is not None:
-        found["rollout.use"] = recipe.rollout.use
-    return found
 
 
 def defined(node: ast.stmt) -> list[str]:

@@ -8,13 +8,13 @@ import textwrap
 from pathlib import Path
 
 import rlgen
-from rlgen.cli.files import functions_of
 from rlgen.cli.output import echo
 from rlgen.errors import CheckpointError, UsageError
 from rlgen.files import write_text
 from rlgen.recipe import dump_recipe, load_recipe
 from rlgen.recipe.data import TASKS
 from rlgen.recipe.keys import HEADER, recipe_schema, sentences
+from rlgen.recipe.paths import named_functions
 from rlgen.recipe.rules import is_local_model
 from rlgen.recipe.yaml import by_key
 
@@ -106,7 +106,7 @@ def copy_command(name: str, path: Path | None) -> None:
     target = target / source.name if target.is_dir() else target
     texts = {target: source.read_text(encoding="utf-8").replace(OF_CHECKOUT, OF_COPY)}
     recipe = load_recipe(source).recipe
-    code = [file for file in (use.rpartition(":")[0] for use in functions_of(recipe).values()) if file.endswith(".py")]
+    code = [file for file in (use.rpartition(":")[0] for _, use, _ in named_functions(recipe)) if file.endswith(".py")]
     for file in map(Path, filter(None, dict.fromkeys([*code, recipe.data.chat_template]))):
         texts[target.parent / file.name] = file.read_text(encoding="utf-8")
     for file, text in texts.items():

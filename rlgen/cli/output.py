@@ -65,27 +65,24 @@ def plain_table(left: Sequence[str], right: Sequence[str] = (), width: int | Non
     return table
 
 
-def page_for_terminal(whole_lines: bool) -> "Console":
-    """Returns a console of the width and colours of standard output, which keeps what it is given for `echo_styled`. With
+@contextmanager
+def page_for_terminal(whole_lines: bool) -> "Iterator[Console]":
+    """Yields a console of the width and colours of standard output, and prints what it was given when the block ends. With
     `whole_lines` only a terminal wraps lines; other programs get them whole.
+
+    Text that others wrote must have passed through `printable` before. A terminal shows the page through the user's pager, as git
+    does: it ends at once if the text fits the screen.
     """
     from rich.console import Console
 
     page = Console(highlight=False)
     page.soft_wrap = whole_lines and not page.is_terminal
-    page.begin_capture()
-    return page
-
-
-def echo_styled(page: "Console") -> None:
-    """Prints what a page holds, with its colours. Text that others wrote must have passed through `printable` before. A terminal
-    shows it through the user's pager, as git does: it ends at once if the text fits the screen.
-    """
-    text = page.end_capture()
+    with page.capture() as shown:
+        yield page
     pager = shlex.split(os.environ.get("PAGER", "less"))
     if sys.stdout.isatty() and pager and shutil.which(pager[0]):
         with suppress(OSError):
-            subprocess.run(pager, input=text.encode(errors="backslashreplace"), env={"LESS": "FRX", **os.environ})
+            subprocess.run(pager, input=shown.get().encode(errors="backslashreplace"), env={"LESS": "FRX", **os.environ})
         return
     with hushed(sys.stdout):
-        sys.stdout.write(text)
+        sys.stdout.write(shown.get())

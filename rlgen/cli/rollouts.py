@@ -8,7 +8,7 @@ from typing import Any
 from rich.text import Text
 
 from rlgen.analysis.rows import Query, find_rollouts, gap, read_rows
-from rlgen.cli.output import echo, echo_styled, page_for_terminal
+from rlgen.cli.output import echo, page_for_terminal
 from rlgen.errors import UsageError
 from rlgen.redact import printable, printable_json
 from rlgen.rollout.parquet import FIXED, OF_TURNS, has_turns
@@ -31,14 +31,14 @@ def rollouts_command(name: Path, query: Query, limit: int, page: int, full: bool
         said = {"run": str(run), "total": found.total, "matched": len(found), "page": page, "pages": pages}
         echo(printable_json(json.dumps({**said, "rollouts": [as_json_value(row) for row in rows]})), exact=True)
         return
-    lines, first = page_for_terminal(whole_lines=True), (page - 1) * limit + 1
+    first = (page - 1) * limit + 1
     which = f", {first} to {first + len(rows) - 1} shown" if pages > 1 else ""
-    lines.print(Text(printable(f"{run}: {len(found)} of {found.total} rollouts{which}"), style="bold"))
-    for row in rows:
-        lines.print(Text("\n").append_text(block(row, full)))
-    if page < pages:
-        lines.print(Text(f"\npage {page} of {pages}; next: --page {page + 1}", style="dim"))
-    echo_styled(lines)
+    with page_for_terminal(whole_lines=True) as lines:
+        lines.print(Text(printable(f"{run}: {len(found)} of {found.total} rollouts{which}"), style="bold"))
+        for row in rows:
+            lines.print(Text("\n").append_text(block(row, full)))
+        if page < pages:
+            lines.print(Text(f"\npage {page} of {pages}; next: --page {page + 1}", style="dim"))
 
 
 def as_json_value(value: Any) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlgen.analysis.run import interval_of, tenths
-from rlgen.cli.output import echo, echo_styled, page_for_terminal, plain_table
+from rlgen.cli.output import echo, page_for_terminal, plain_table
 from rlgen.errors import EXIT_CODES, UsageError
 from rlgen.metrics import Family, Metric
 from rlgen.redact import printable
@@ -159,9 +159,8 @@ def runs_command(folder: Path, as_json: bool) -> None:
     table = plain_table(["run", "state"], ["step", "reward first", "last", "evaluation", "age"])
     for name, one in found.items():
         table.add_row(*map(printable, (name, one["state"], *columns(one))))
-    page = page_for_terminal(whole_lines=True)
-    page.print(table)
-    echo_styled(page)
+    with page_for_terminal(whole_lines=True) as page:
+        page.print(table)
 
 
 def columns(found: dict[str, Any]) -> tuple[str, ...]:

@@ -47,13 +47,13 @@ def validate_command(path: Path, overrides: list[str], as_json: bool, count: int
     data = None
     if count and can_open(recipe):
         try:
-            from rlgen.setup.data import open_data, open_turns
+            from rlgen.setup.data import open_data, open_dialogue
         except ImportError as error:
             echo(f"note: prompts are not shown: {error}")
         else:
             data = open_data(recipe)
-            if recipe.tools:
-                open_turns(recipe.tools, recipe.scoring, recipe.data, data.tokenizer, data.stop_ids, None).close()
+            if recipe.tools and (dialogue := open_dialogue(recipe, data.tokenizer, data.stop_ids, None)) is not None:
+                dialogue.turns.close()
     shown = [] if data is None else list(data.prompts.take(0, min(count, len(data.prompts))))
     if as_json:
         report = {"valid": True, "recipe": str(path), "notices": notices, "warnings": warnings, "plan": steps_of(recipe)}

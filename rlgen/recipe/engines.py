@@ -71,6 +71,8 @@ class VllmRecipe(AnyEngineRecipe):
 
 class ColocatedEngineRecipe(VllmRecipe):
     starts = "loading vLLM, and starting it in this process"
+    memory: ClassVar[str] = "colocated"
+    shares_cores: ClassVar[bool] = True
 
     kind: Literal["colocated"] = "colocated"
     """colocated: vLLM in this process."""
@@ -80,16 +82,8 @@ class ColocatedEngineRecipe(VllmRecipe):
     """Restrict completions to this regular expression."""
 
     @property
-    def memory(self) -> str:
-        return "colocated"
-
-    @property
     def callers(self) -> int:
         return self.tensor_parallel_size
-
-    @property
-    def shares_cores(self) -> bool:
-        return True
 
     @property
     def sleeps(self) -> bool:
@@ -188,6 +182,7 @@ RESERVED_ENGINE_ARGUMENTS = frozenset(
 
 class TransformersEngineRecipe(AnyEngineRecipe):
     starts = "loading the model again, to sample"
+    memory: ClassVar[str] = "transformers"
 
     kind: Literal["transformers"]
     """transformers: slow generation, but without vLLM."""
@@ -195,10 +190,6 @@ class TransformersEngineRecipe(AnyEngineRecipe):
     """Dtype in which the engine computes. None: model.dtype."""
     max_num_seqs: Annotated[StrictInt, Field(ge=1, le=65536)] = 64
     """Completions decoded at the same time."""
-
-    @property
-    def memory(self) -> str:
-        return "transformers"
 
 
 EngineRecipe = Annotated[ColocatedEngineRecipe | ServerEngineRecipe | TransformersEngineRecipe, Field(discriminator="kind")]

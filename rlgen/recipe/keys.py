@@ -24,11 +24,6 @@ def models_of(annotation: object) -> list[type[BaseModel]]:
     return [model for part in get_args(annotation) for model in models_of(part)]
 
 
-def kind_named(model: type[BaseModel]) -> str | None:
-    """Returns the `kind` of a variant of a section; None if the section has no kinds."""
-    return get_args(model.model_fields["kind"].annotation)[0] if "kind" in model.model_fields else None
-
-
 @cache
 def places_of_keys() -> dict[str, dict[str, tuple[str, ...]]]:
     """Returns for each key its dotted paths, with the kinds of their sections that have it; without the keys of health rules."""
@@ -42,7 +37,8 @@ def places_of_keys() -> dict[str, dict[str, tuple[str, ...]]]:
             item = "*." if "list[" in str(field.annotation) else ""
             for inner in models_of(field.annotation):
                 if inner is not HealthRule:
-                    walk(inner, f"{path}.{item}", kind_named(inner) or kind)
+                    kinds = get_args(inner.model_fields["kind"].annotation) if "kind" in inner.model_fields else (kind,)
+                    walk(inner, f"{path}.{item}", kinds[0])
 
     walk(Recipe, "", None)
     return found

@@ -58,7 +58,7 @@ def _local_inputs(recipe: Recipe) -> Iterator[tuple[yaml.Path, str, bool]]:
             yield (section, "source"), source, True
     if recipe.data.chat_template is not None:
         yield ("data", "chat_template"), recipe.data.chat_template, True
-    for loc, use, args in _functions(recipe):
+    for loc, use, args in named_functions(recipe):
         if use.rpartition(":")[0].endswith(".py"):
             yield (*loc, "use"), use, True
         for name, always in LOCAL_ARGS.items():
@@ -66,7 +66,7 @@ def _local_inputs(recipe: Recipe) -> Iterator[tuple[yaml.Path, str, bool]]:
                 yield (*loc, "args", name), text, always or is_local_model(text)
 
 
-def _functions(recipe: Recipe) -> Iterator[tuple[yaml.Path, str, dict[str, Any]]]:
+def named_functions(recipe: Recipe) -> Iterator[tuple[yaml.Path, str, dict[str, Any]]]:
     """Yields place, `use` and `args` of each function that the recipe names."""
     held = recipe.eval.rewards or [] if recipe.eval is not None else []
     lists: dict[yaml.Path, Sequence[RewardRecipe | ToolRecipe]] = {("rewards",): recipe.rewards, ("eval", "rewards"): held}
@@ -124,7 +124,7 @@ def like(path: str) -> str | None:
 
 def outside(recipe: Recipe, folder: Path) -> list[str]:
     """Returns a notice for each file of code outside the recipe's folder. It runs all the same, because the recipe names it."""
-    named = {("rewards" if loc[0] == "eval" else str(loc[0]), use.rpartition(":")[0]) for loc, use, _ in _functions(recipe)}
+    named = {("rewards" if loc[0] == "eval" else str(loc[0]), use.rpartition(":")[0]) for loc, use, _ in named_functions(recipe)}
     return [
         f"{section}{'.use' if section in ('rollout', 'trainer') else ''}: {file} lies outside of the recipe's folder; its hash"
         " goes into provenance.json"

@@ -4,7 +4,7 @@ import os
 import re
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,11 @@ class SourceFile:
     chain: str  # "demo.yaml → base.yaml": the files that led to this one
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+@dataclass(slots=True)
+class Source(yaml.Document):
     """A recipe file merged with the files that it extends."""
 
-    data: dict[str, Any]
-    places: dict[yaml.Path, str]
-    problems: list[Problem]
-    files: dict[str, SourceFile]  # by name, the recipe first
+    files: dict[str, SourceFile] = field(default_factory=dict)  # by name, the recipe first
 
 
 def read_source(path: Path) -> Source:
@@ -48,7 +45,7 @@ def read_source(path: Path) -> Source:
     Raises:
         RecipeError: a file cannot be read or is not a mapping, or the chain is circular or longer than MAX_PARENTS.
     """
-    source = Source({}, {}, [], {})
+    source = Source({})
     files, problems = source.files, source.problems
     asked = ""  # position of the `extends` that names the file; "" for the recipe itself
 

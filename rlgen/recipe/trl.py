@@ -7,6 +7,8 @@ ModelConfig and ScriptArguments, and some of earlier versions. A test compares t
 from dataclasses import dataclass
 from typing import Literal
 
+from rlgen.recipe.hints import by_word
+
 Verdict = Literal["renamed", "derived", "not needed", "not supported"]
 
 
@@ -244,22 +246,11 @@ NOT_SUPPORTED = {
     "write data.source": "datasets",
     "processes.strategy is ddp or fsdp, which need no such list": "ignore_bias_buffers",
 }
-
-
-def _options() -> dict[str, Option]:
-    """Returns all options by name."""
-    found: list[Option] = []
-    for key, names in RENAMED.items():
-        for name in names.split():
-            found.append(Option(name, "renamed", f"`{key}`" + (f" ({DIFFERS[name]})" if name in DIFFERS else "")))
-    groups: tuple[tuple[Verdict, dict[str, str]], ...] = (
-        ("derived", DERIVED),
-        ("not needed", NOT_NEEDED),
-        ("not supported", NOT_SUPPORTED),
-    )
-    for verdict, group in groups:
-        found += [Option(name, verdict, why) for why, names in group.items() for name in names.split()]
-    return {option.name: option for option in sorted(found, key=lambda option: option.name)}
-
-
-OPTIONS = _options()
+SAID: dict[Verdict, dict[str, str]] = {
+    "renamed": {name: f"`{key}`" + (f" ({DIFFERS[name]})" if name in DIFFERS else "") for name, key in by_word(RENAMED).items()},
+    "derived": by_word(DERIVED),
+    "not needed": by_word(NOT_NEEDED),
+    "not supported": by_word(NOT_SUPPORTED),
+}
+FOUND = [Option(name, verdict, said) for verdict, answers in SAID.items() for name, said in answers.items()]
+OPTIONS = {option.name: option for option in sorted(FOUND, key=lambda option: option.name)}

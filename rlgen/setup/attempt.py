@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from rlgen.errors import CheckpointError, ProcessError, RlgenError, Stopped, UsageError, redacted
 from rlgen.files import private_files, write_text, written
 from rlgen.heap import importing, keep_freed_memory
-from rlgen.recipe import LoadedRecipe, Recipe, load_recipe
+from rlgen.recipe import LoadedRecipe, load_recipe
 from rlgen.recipe.fields import moment
 from rlgen.recipe.models import ProcessesRecipe
 from rlgen.run.console import OUTPUTS, Console, check_progress, log_to
@@ -29,7 +29,7 @@ from rlgen.run.launch import Launch, check_launch, parents
 from rlgen.run.live import open_console
 from rlgen.run.signals import Deadline, StopNow, StopRequest
 from rlgen.run.sinks.open import check_libraries
-from rlgen.setup.reopen import TrainOptions, after_restart, not_a_file, open_directory
+from rlgen.setup.reopen import PLAIN, TrainOptions, after_restart, not_a_file, open_directory
 from rlgen.worker_pool.process import Printer
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from rlgen.setup.trainer import RunContext
 
 Say = Callable[[str], None]
-PLAIN = TrainOptions()
 PARTS = "rlgen.setup.trainer"  # the module that imports all of them
 OF_INPUTS = (2, 3, 4, 5)  # exit codes of mistakes in recipe, model, data and rewards
 
@@ -208,20 +207,39 @@ def run(
     loaded: LoadedRecipe, directory: RunDirectory, options: TrainOptions, launched: "Processes | None", stop: StopRequest
 ) -> None:
     """Opens the console, and trains. What libraries print goes to the run's logs."""
-    recipe = loaded.recipe
-    rank = launched.rank if launched else 0
+    recipe, rank = loaded.recipe, launched.rank if launched else 0
     console = open_console(options.progress, recipe, quiet=rank != 0)
     stop.answer = console.answer
-    logs = directory.logs / (f"output.rank{rank}.log" if rank else "output.log")
+    of_rank = f".rank{rank}.log" if rank else ".log"
     with console, OutputToFile() as hidden:
-        hidden.to(logs)
+        hidden.to(directory.logs / f"output{of_rank}")
         console.say("loading torch and transformers …")
         import_parts()
-        attempt, done = begin(recipe, directory, options, launched, console)
+        from rlgen.processes import Processes
+        from rlgen.run.checkpoint import Checkpoints
+        from rlgen.setup.trainer import RunContext
+
+        if recipe.run.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it before its first product
+        processes = launched or Processes.alone()
+        checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep, processes)
+        choice = checkpoints.choose(options.resume_step)
+        if choice.step >= recipe.run.steps:
+            console.say(f"{directory.path}: already complete, {choice.step} steps")
+            return
         if options.resumes:
-            hidden.to(logs)  # the earlier attempt's was set aside
-        if done < recipe.run.steps:
-            learn(attempt, done, stop)
+            go_on(directory, checkpoints, choice, console)
+            hidden.to(directory.logs / f"output{of_rank}")  # the earlier attempt's was set aside
+        log_to(directory.logs / f"rlgen{of_rank}")
+        if processes.world > 1:
+            console.say(f"{processes.world} processes, {recipe.processes.strategy}")
+        for notice in choice.notices:
+            console.say(notice)
+            logging.getLogger("rlgen").warning(notice)
+        attempt = RunContext(
+            recipe=recipe, directory=directory, console=console, processes=processes, start=choice, options=options
+        )
+        learn(attempt, stop)
 
 
 class OutputToFile(ExitStack):
@@ -260,50 +278,27 @@ def import_parts() -> None:
             importlib.import_module(PARTS)
 
 
-def begin(
-    recipe: Recipe, directory: RunDirectory, options: TrainOptions, launched: "Processes | None", console: Console
-) -> "tuple[RunContext, int]":
-    from rlgen.processes import Processes
-    from rlgen.run.checkpoint import Checkpoints
-    from rlgen.setup.trainer import RunContext
+def go_on(directory: RunDirectory, checkpoints: "Checkpoints", choice: "ChosenCheckpoint", console: Console) -> None:
+    """Sets aside what earlier attempts wrote after the step of `choice`, and shows the steps before."""
+    processes = checkpoints.processes
 
-    if recipe.run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it before its first product
-    processes = launched or Processes.alone()
-    checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep, processes)
-    choice = checkpoints.choose(options.resume_step)
-    attempt = RunContext(
-        recipe=recipe,
-        directory=directory,
-        console=console,
-        processes=processes,
-        checkpoint=choice.path,
-        notices=choice.notices,
-        changed_rewards=options.changed_rewards,
-        callbacks=options.callbacks,
-    )
-    if choice.step >= recipe.run.steps:
-        console.say(f"{directory.path}: already complete, {choice.step} steps")
-        return attempt, choice.step
-    if options.resumes:
-        processes.on_main(lambda: cut(directory, checkpoints, choice))
-        console.say(f"resuming after step {choice.step}" + ("" if choice.step else ": no checkpoint was written yet"))
-        records = directory.read_metrics() if processes.is_main else []
-        console.history(records)
-        if processes.is_main and (lost := set(range(1, choice.step + 1)) - {record["step"] for record in records}):
-            steps = ", ".join(map(str, sorted(lost)))
-            console.say(f"warning: metrics.jsonl has no whole line of step {steps}: a line was damaged. Curves have a gap there")
-    log_to(directory.logs / (f"rlgen.rank{processes.rank}.log" if processes.rank else "rlgen.log"))
-    if processes.world > 1:
-        console.say(f"{processes.world} processes, {recipe.processes.strategy}")
-    for notice in choice.notices:
-        console.say(notice)
-        logging.getLogger("rlgen").warning(notice)
-    return attempt, choice.step
+    def cut() -> None:
+        for later in choice.later:  # first: if the process is killed here, the next attempt chooses the same step
+            checkpoints.folder.set_aside(later)
+        with written(directory.path):
+            directory.cut(choice.step)
+
+    processes.on_main(cut)
+    console.say(f"resuming after step {choice.step}" + ("" if choice.step else ": no checkpoint was written yet"))
+    records = directory.read_metrics() if processes.is_main else []
+    console.history(records)
+    if processes.is_main and (lost := set(range(1, choice.step + 1)) - {record["step"] for record in records}):
+        steps = ", ".join(map(str, sorted(lost)))
+        console.say(f"warning: metrics.jsonl has no whole line of step {steps}: a line was damaged. Curves have a gap there")
 
 
-def learn(attempt: "RunContext", done: int, stop: StopRequest) -> None:
-    """Opens all parts and runs the training loop after step `done`."""
+def learn(attempt: "RunContext", stop: StopRequest) -> None:
+    """Opens all parts and runs the training loop after the step that the attempt starts from."""
     from rlgen.setup.trainer import open_trainer
 
     processes = attempt.processes
@@ -311,9 +306,9 @@ def learn(attempt: "RunContext", done: int, stop: StopRequest) -> None:
         with stop.at_once(processes):
             trainer, start = open_trainer(attempt, between=lambda: stop.check(processes))
     except StopNow:
-        said = f"stopped {stop.why} before step {done + 1}: nothing is lost; go on with --resume"
+        said = f"stopped {stop.why} before step {attempt.start.step + 1}: nothing is lost; go on with --resume"
         raise Stopped(said, attempt.directory.path) from None
-    with trainer.report.sinks:  # they are told how the run ends when all else is closed
+    with trainer.report.sinks, closing(trainer):  # the sinks are told how the run ends when all else is closed
         ended: BaseException | None = None
         try:
             with processes.reporting_once():  # reports the error before anything is closed
@@ -325,14 +320,4 @@ def learn(attempt: "RunContext", done: int, stop: StopRequest) -> None:
                 trainer.save.checkpoints.give_up()
             raise
         finally:
-            try:
-                trainer.callbacks.end(ended)
-            finally:
-                trainer.close()
-
-
-def cut(directory: RunDirectory, checkpoints: "Checkpoints", choice: "ChosenCheckpoint") -> None:
-    for later in choice.later:  # first: if the process is killed here, the next attempt chooses the same step
-        checkpoints.folder.set_aside(later)
-    with written(directory.path):
-        directory.cut(choice.step)
+            trainer.callbacks.end(ended)

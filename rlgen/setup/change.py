@@ -19,7 +19,7 @@ from rlgen.recipe import Recipe, load_recipe
 from rlgen.rollout.score import score_own
 from rlgen.run.directory import without_nonfinite
 from rlgen.run.state import optimizer_tensors, place_optimizer
-from rlgen.setup.reopen import flat
+from rlgen.setup.reopen import changed_values
 from rlgen.setup.settings import TrainSettings
 from rlgen.setup.train_state import TrainState, open_optimizer
 from rlgen.trainers.collect import Collected
@@ -82,11 +82,10 @@ def with_changes(resolved: Path, recipe: Recipe, overrides: Sequence[str]) -> tu
     Keys that `overrides` do not name keep their values, even if another default would follow from the overrides.
     """
     changed = load_recipe(resolved, overrides, resolved=True).recipe
-    was, now = (flat(one.model_dump(mode="json")) for one in (load_recipe(resolved).recipe, changed))
-    differing = {key: (was.get(key), now.get(key)) for key in (*was, *(key for key in now if key not in was))}
-    differing = {key: (before, after) for key, (before, after) in differing.items() if before != after}
+    was, now = (one.model_dump(mode="json") for one in (load_recipe(resolved).recipe, changed))
+    differing = changed_values(was, now)
     if refused := next((key for key in differing if not key.startswith(FREE) or key == "optim.kind"), None):
-        section = refused.partition(".")[0].partition("[")[0]
+        section = refused.partition(".")[0]
         raise UsageError(
             f"--set {refused}: {FIXED.get(section, NO_PART)}; a replay can change {' and '.join(f'{key}*' for key in FREE)}"
         )
@@ -100,7 +99,7 @@ def changed_state(state: TrainState, settings: TrainSettings, algorithm: Algorit
 
     Its optimizer has no moments yet.
     """
-    optimizer, schedule = open_optimizer(settings.optim, settings.steps, state.policy)
+    optimizer, schedule = open_optimizer(settings.optim, settings.run.steps, state.policy)
     assert isinstance(schedule, LambdaLR)  # as transformers makes all that a recipe can ask for
     for group, rate, factor in zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
         group["lr"] = rate * factor(step - 1)

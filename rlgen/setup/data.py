@@ -3,11 +3,10 @@ errors in them are reported first.
 """
 
 import re
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,21 +18,16 @@ from rlgen.models.vision import FAMILIES, Vision, reads_images
 from rlgen.recipe import Recipe
 from rlgen.recipe.data import DataRecipe
 from rlgen.recipe.evaluation import data_of, eval_rewards, seed_of, temperature_of
-from rlgen.recipe.models import (
-    EnvironmentRecipe,
-    EvalRecipe,
-    ModelRecipe,
-    RewardRecipe,
-    ScoringRecipe,
-    ToolRecipe,
-)
-from rlgen.recipe.sizes import eval_prompt_limit, fitted, fitted_eval, prompt_limit, what_follows
+from rlgen.recipe.models import EnvironmentRecipe, EvalRecipe, ModelRecipe, RewardRecipe, ScoringRecipe
+from rlgen.recipe.sizes import PromptLimit, eval_prompt_limit, fitted, fitted_eval, prompt_limit, what_follows
 from rlgen.rollout.conversations import Dialogue
 from rlgen.rollout.environment import EnvironmentTurns, observed
 from rlgen.rollout.tools import ToolTurns
 from rlgen.tools.arena import open_arena
 from rlgen.tools.box import open_tools, schemas_of
 from rlgen.tools.formats import format_of
+
+Read = Callable[[DataRecipe, int, PromptLimit], tuple[Rows, PromptStream]]  # from a seed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +67,13 @@ def open_data(recipe: Recipe) -> Data:
     tokenizer = open_tokenizer(recipe.model, recipe.data.chat_template, location)
     positions = check_model(location, recipe.model.revision, tokenizer)
     images = open_placeholder(recipe.model, recipe.data.columns.images, location)
-    limit = prompt_limit(recipe, positions)
-    rows = rows_of(recipe.data, recipe.run.seed, recipe.environment, recipe.scoring)
     tools = schemas_of(recipe.tools, recipe.scoring)
-    prompts = build_prompts(recipe.data, rows, tokenizer, recipe.run.seed, limit, tools, images)
+
+    def read(data: DataRecipe, seed: int, limit: PromptLimit) -> tuple[Rows, PromptStream]:
+        rows = rows_of(data, seed, recipe.environment, recipe.scoring)
+        return rows, build_prompts(data, rows, tokenizer, seed, limit, tools, images if data.columns.images else None)
+
+    rows, prompts = read(recipe.data, recipe.run.seed, prompt_limit(recipe, positions))
     if recipe.talks and prompts.chats < prompts.counts["used"]:
         why = (
             "tools: the prompts of {} are texts, but the chat template shows the model what tools there are"
@@ -92,7 +89,7 @@ def open_data(recipe: Recipe) -> Data:
         )
     held_out = None
     if recipe.eval is not None:
-        held_out = open_held_out(found, recipe.eval, positions, tokenizer, prompts, tools, images)
+        held_out = open_held_out(found, recipe.eval, positions, prompts, read)
         found = found.model_copy(update={"eval": held_out.settings})
     said = cached_model(location, recipe.model.revision), cached_rows(rows, recipe.data.revision)
     return Data(
@@ -150,20 +147,11 @@ def open_placeholder(model: ModelRecipe, column: str | None, location: str) -> P
     return Placeholder(vision.token, vision.token_id, vision.ids)
 
 
-def open_held_out(
-    recipe: Recipe,
-    settings: EvalRecipe,
-    positions: int | None,
-    tokenizer: PreTrainedTokenizerBase,
-    training: PromptStream,
-    tools: Sequence[dict[str, Any]],
-    images: Placeholder | None = None,
-) -> HeldOut:
+def open_held_out(recipe: Recipe, settings: EvalRecipe, positions: int | None, training: PromptStream, read: Read) -> HeldOut:
     """Reads the prompts of evaluations, and counts those that are trained on. An error names the key of `eval`."""
     data, seed, limit = data_of(settings, recipe.data), seed_of(recipe.run.seed), eval_prompt_limit(recipe, settings, positions)
     try:
-        rows = rows_of(data, seed, recipe.environment, recipe.scoring)
-        prompts = build_prompts(data, rows, tokenizer, seed, limit, tools, images if data.columns.images else None)
+        rows, prompts = read(data, seed, limit)
     except (DataError, SetupError) as error:
         error.args = (of_eval(str(error)),)
         raise
@@ -200,34 +188,21 @@ def open_dialogue(
     if not recipe.talks:
         return None
     turns: ToolTurns | EnvironmentTurns
-    if (environment := recipe.environment) is None:
-        turns = open_turns(recipe.tools, recipe.scoring, recipe.data, tokenizer, stop_ids, output)
-    else:
+    if (environment := recipe.environment) is not None:
         suffixes = Suffixes(tokenizer, recipe.data, (), stop_ids, environment.role)
         arena = open_arena(environment, recipe.scoring, output)
         turns = EnvironmentTurns(arena, suffixes, recipe.data.columns.prompt)
+    else:
+        form = format_of(str(tokenizer.chat_template), recipe.data.tool_format)
+        with ExitStack() as undo:
+            box = undo.enter_context(closing(open_tools(recipe.tools, recipe.scoring, output)))
+            suffixes = Suffixes(tokenizer, recipe.data, box.schemas, stop_ids)
+            # A template that the recipe names is the user's own: a model may know its tools without being shown them.
+            if recipe.data.chat_template is None and not suffixes.shows_tools:
+                raise SetupError(
+                    "tools: the chat template does not show tools to the model, so that it could not call them; set"
+                    " data.chat_template to a file with a template that does"
+                )
+            turns = ToolTurns(box, suffixes, form)
+            undo.pop_all()
     return Dialogue(turns=turns, max_turns=recipe.rollout.max_turns, reply_timeout=recipe.rollout.reply_timeout)
-
-
-def open_turns(
-    tools: Sequence[ToolRecipe],
-    scoring: ScoringRecipe,
-    data: DataRecipe,
-    tokenizer: PreTrainedTokenizerBase,
-    stop_ids: Sequence[int],
-    output: Path | None,
-) -> ToolTurns:
-    form = format_of(str(tokenizer.chat_template), data.tool_format)
-    box = open_tools(tools, scoring, output)
-    try:
-        suffixes = Suffixes(tokenizer, data, box.schemas, stop_ids)
-        # A template that the recipe names is the user's own: a model may know its tools without being shown them.
-        if data.chat_template is None and not suffixes.shows_tools:
-            raise SetupError(
-                "tools: the chat template does not show tools to the model, so that it could not call them; set"
-                " data.chat_template to a file with a template that does"
-            )
-        return ToolTurns(box, suffixes, form)
-    except BaseException:
-        box.close()
-        raise

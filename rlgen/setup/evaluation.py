@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,25 +36,36 @@ def open_eval_scorer(data: Data, held_out: HeldOut, output: Path, failures: Path
 
 
 def build_evaluator(
-    both: TrainerAndEngine,
-    held_out: HeldOut,
-    scorer: Scorer,
-    watch: Watch,
-    folder: Path | None,
-    best: Best | None,
-    dialogue: Dialogue | None = None,
+    both: TrainerAndEngine, scorer: Scorer, watch: Watch, folder: Path | None, best: Best | None, dialogue: Dialogue | None
 ) -> Evaluator:
-    recipe, settings, processes = both.data.recipe, held_out.settings, both.processes
+    """`folder` is that of the samples, from which the journal takes nothing; None: they are not written."""
+    recipe, held_out, processes = both.data.recipe, both.data.held_out, both.processes
+    assert held_out is not None  # as there is a scorer
     sampling = replace(
         both.sampling,
         max_tokens=held_out.max_tokens,
         temperature=held_out.temperature,
-        top_p=both.sampling.top_p if settings.top_p is None else settings.top_p,
+        top_p=both.sampling.top_p if held_out.settings.top_p is None else held_out.settings.top_p,
     )
     comparable = sampling.regex is None and (recipe.rounds_alike or not sampling.distribution.truncated)
-    writer = None if folder is None else writer_of(folder, both, held_out, processes, dialogue is not None)
+    writer = None
+    if folder is not None:
+        writer = RolloutWriter(
+            folder=folder,
+            rank=processes.rank,
+            world=processes.world,
+            prompt_at=held_out.prompts.at,
+            tokenizer=both.data.tokenizer,
+            stop_ids=both.sampling.stop_ids,
+            every=1,
+            keep=None,
+            needed=lambda: 0,
+            stamp=lambda rollout: {},
+            on_disk=lambda step, path: None,
+            turns=dialogue is not None,
+        )
     return Evaluator(
-        settings=settings,
+        settings=held_out.settings,
         steps=recipe.run.steps,
         processes=processes,
         engine_share=both.engine_share,
@@ -72,24 +83,6 @@ def build_evaluator(
     )
 
 
-def writer_of(folder: Path, both: TrainerAndEngine, held_out: HeldOut, processes: Processes, turns: bool) -> RolloutWriter:
-    """The journal takes nothing from these files."""
-    return RolloutWriter(
-        folder=folder,
-        rank=processes.rank,
-        world=processes.world,
-        prompt_at=held_out.prompts.at,
-        tokenizer=both.data.tokenizer,
-        stop_ids=both.sampling.stop_ids,
-        every=1,
-        keep=None,
-        needed=lambda: 0,
-        stamp=lambda rollout: {},
-        on_disk=lambda step, path: None,
-        turns=turns,
-    )
-
-
 def words_of(held_out: HeldOut) -> str:
     """Returns "64 prompts, greedy, at the start and every 20 steps; 0 are trained on, too"."""
     settings = held_out.settings
@@ -99,16 +92,10 @@ def words_of(held_out: HeldOut) -> str:
     return f"{len(held_out.prompts)} prompts, {how}, {when}; {held_out.overlap} are trained on, too"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluated:
-    data: Data
-    metrics: dict[str, Any]
-
-
 def evaluate_model(
     recipe: Recipe, adapter: Path | None, step: int, logs: Path, out: Path | None, say: Callable[[str], None]
-) -> Evaluated:
-    """Evaluates the model in model.path as the recipe's `eval` section says. Trains nothing.
+) -> tuple[HeldOut, dict[str, Any]]:
+    """Evaluates the model in model.path as the recipe's `eval` section says. Trains nothing. Returns the prompts and the metrics.
 
     Args:
         adapter: checkpoint of an adapter, which is applied to the model; None: no adapter.
@@ -145,6 +132,6 @@ def evaluate_model(
             drain=lambda: None,
             say=say,
         )
-        evaluator = build_evaluator(both, held_out, scorer, watch, out, None, dialogue)
+        evaluator = build_evaluator(both, scorer, watch, out, None, dialogue)
         open_parts.callback(evaluator.close)
-        return Evaluated(data=data, metrics=evaluator(step))
+        return held_out, evaluator(step)

@@ -1,13 +1,11 @@
 """Loads the model that is trained, and the frozen reference that it is compared with."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
@@ -27,6 +25,8 @@ from rlgen.processes import Processes
 from rlgen.run.checkpoint import check_fit
 from rlgen.setup.settings import TrainSettings
 
+Say = Callable[[str], None]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policies:
@@ -41,69 +41,55 @@ class Policies:
 
 
 def open_policies(
-    settings: TrainSettings,
-    location: str,
-    algorithm: Algorithm,
-    checkpoint: Path | None,
-    processes: Processes,
-    began_with: str | None,
-    prompts: Sequence[NDArray[np.int32]],
-    say: Callable[[str], None],
+    settings: TrainSettings, algorithm: Algorithm, checkpoint: Path | None, processes: Processes, began_with: str | None, say: Say
 ) -> Policies:
     """Loads the policy from model.path; if it is sharded, its reference too, since a sharded policy cannot be copied."""
     sharded = settings.processes.strategy == "fsdp" and processes.world > 1
     mesh = mesh_of(processes, settings.processes.shard) if sharded else None
     experts = mesh_of_experts(processes, settings.processes.experts) if sharded else None
     policy = (
-        processes.run_all(lambda: build_policy(settings, location, prompts, processes.device))
+        processes.run_all(lambda: build_policy(settings, processes.device))
         if mesh is None
-        else open_shards(settings, location, mesh, processes, prompts, True, say, experts)
+        else open_shards(settings, mesh, processes, True, say, experts)
     )
     pack_alike(policy, processes)
     if checkpoint:  # one of another model is refused early
-        processes.run_all(lambda: check_fit(checkpoint, policy.model, settings.trainer))
+        processes.run_all(lambda: check_fit(checkpoint, policy.model, settings.trainer.kind))
     needs_reference, reference = algorithm.reference != "none", None
     base = base_digest(policy.model) if is_adapted(policy.model) else None
     weights = base or bits(policy.model, processes)
     if needs_reference and base is None:  # an adapter's checkpoint stores the digest of its base itself
-        processes.run_all(lambda: same_reference(location, weights, began_with))
+        processes.run_all(lambda: same_reference(settings.location, weights, began_with))
     if mesh is not None and needs_reference and base is None:
-        reference = open_shards(settings, location, mesh, processes, prompts, False, say, experts)
+        reference = open_shards(settings, mesh, processes, False, say, experts)
         pack_alike(reference, processes)
     held = None if base is None or not sharded else base_digest(policy.model, gather=False)
     return Policies(policy=policy, reference=reference, sharded=sharded, base=base, held=held, weights=weights)
 
 
 def open_shards(
-    settings: TrainSettings,
-    location: str,
-    mesh: DeviceMesh,
-    processes: Processes,
-    prompts: Sequence[NDArray[np.int32]],
-    trained: bool,
-    say: Callable[[str], None],
-    experts: DeviceMesh | None = None,
+    settings: TrainSettings, mesh: DeviceMesh, processes: Processes, trained: bool, say: Say, experts: DeviceMesh | None = None
 ) -> Policy:
     """Loads this process's shards of the model, and checks that rlgen knows how it computes logits."""
-    policy = processes.run_all(lambda: build_shards(settings, location, mesh, trained, say, experts))
+    policy = processes.run_all(lambda: build_shards(settings, mesh, trained, say, experts))
     with memory_for("a forward pass of eight tokens", settings.memory_advice("load"), SetupError):
         processes.run_all(lambda: policy.check(TRIED), has_collectives=True)
-    processes.run_all(lambda: compile_and_pack(settings, policy, prompts), has_collectives=True)
+    processes.run_all(lambda: compile_and_pack(settings, policy), has_collectives=True)
     return policy
 
 
-def build_policy(settings: TrainSettings, location: str, prompts: Sequence[NDArray[np.int32]], device: torch.device) -> Policy:
+def build_policy(settings: TrainSettings, device: torch.device) -> Policy:
     """Loads the model that is trained, with float32 weights in any dtype of the forward: bfloat16 loses updates of 1e-6.
 
     Under an adapter the model's own weights are frozen, and held in the dtype of the forward.
     """
-    wanted = settings.model
+    wanted, location = settings.model, settings.location
     dtype = getattr(torch, wanted.dtype)
     held = torch.float32 if wanted.lora is None else dtype
     with memory_for("the model", settings.memory_advice("load"), SetupError):
         model = load_model(location, wanted.revision, held, wanted.attention, device, wanted.quantization)
         if wanted.lora is not None:
-            add_adapter(model, wanted.lora, settings.seed, wanted.revision)
+            add_adapter(model, wanted.lora, settings.run.seed, wanted.revision)
     vision = Vision.open(location, wanted.revision, model.config) if reads_images(model.config) else None
     if vision is not None and not wanted.train_vision:
         for parameter in of_vision(model):
@@ -111,11 +97,11 @@ def build_policy(settings: TrainSettings, location: str, prompts: Sequence[NDArr
     if wanted.gradient_checkpointing:
         checkpoint_activations(model)
     policy = Policy(model, dtype, wanted.fp32_head, vision)
-    compile_and_pack(settings, policy, prompts)
+    compile_and_pack(settings, policy)
     return policy
 
 
-def compile_and_pack(settings: TrainSettings, policy: Policy, prompts: Sequence[NDArray[np.int32]]) -> None:
+def compile_and_pack(settings: TrainSettings, policy: Policy) -> None:
     wanted, compiled = settings.optim.packing, settings.model.compile
     possible = can_pack(policy.model.device, policy.dtype)
     if compiled:
@@ -127,7 +113,7 @@ def compile_and_pack(settings: TrainSettings, policy: Policy, prompts: Sequence[
                 "optim.packing: a GPU packs rows in bfloat16 only, from compute capability 8.0 on; remove it, or set model.dtype"
                 " to bfloat16"
             )
-        reason = policy.pack(prompts)
+        reason = policy.pack(settings.prompts)
         if reason and wanted:
             raise SetupError(f"optim.packing: {reason}; remove it: the result is the same, with padding")
 
@@ -141,19 +127,12 @@ def pack_alike(policy: Policy, processes: Processes) -> None:
         policy.unpack(reasons[0])
 
 
-def build_shards(
-    settings: TrainSettings,
-    location: str,
-    mesh: DeviceMesh,
-    trained: bool,
-    say: Callable[[str], None],
-    experts: DeviceMesh | None = None,
-) -> Policy:
+def build_shards(settings: TrainSettings, mesh: DeviceMesh, trained: bool, say: Say, experts: DeviceMesh | None = None) -> Policy:
     """Loads this process's shards of the policy, in the dtypes of `build_policy`; with `trained` False of its frozen reference.
 
     Under an adapter the frozen weights are sharded, and each process holds the whole adapter.
     """
-    wanted, made = settings.model, list[Policy]()
+    wanted, location, made = settings.model, settings.location, list[Policy]()
     dtype = getattr(torch, wanted.dtype)
     held = torch.float32 if wanted.lora is None else dtype
 
@@ -180,7 +159,7 @@ def build_shards(
         policy = made[0] if made else sharded(model)
         move_buffers(policy)
         if wanted.lora is not None:
-            add_adapter(model, wanted.lora, settings.seed, wanted.revision)
+            add_adapter(model, wanted.lora, settings.run.seed, wanted.revision)
             if dtype == HALF:
                 compute_in_half(model)  # rounds the adapter, which FSDP2 does not hold
     return policy

@@ -13,6 +13,7 @@ from rlgen.errors import RlgenError, UsageError
 from rlgen.files import write_text
 from rlgen.recipe import LoadedRecipe, load_recipe
 from rlgen.recipe.sizes import FOLLOWING
+from rlgen.recipe.yaml import by_key
 from rlgen.run.console import Progress
 from rlgen.run.directory import RunDirectory
 from rlgen.run.launch import launched_by, restarted
@@ -22,7 +23,6 @@ FINAL = (2, 3, 4, 5, 7, 8, 75)
 # What may change between the attempts of one run. Steps: only with a constant schedule, which does not depend on their number.
 # Micro-batches, their padding and checkpointed activations affect only memory and speed: a run that ran out of memory can resume
 # with others.
-STEPS = "run.steps"
 MAY_CHANGE = (
     *("optim.micro_batch_tokens", "optim.packing", "model.gradient_checkpointing"),
     *("run.dir", "run.name", "run.probe_max", "run.must_save_by", "optim.max_nonfinite"),
@@ -61,6 +61,9 @@ class TrainOptions:
         words += [] if self.resume_step is None else ["--resume-step", str(self.resume_step)]
         words += ["--allow-changed-rewards"] if self.changed_rewards else []
         return [*words, *(["--clean"] if self.clean else []), "--progress", self.progress]
+
+
+PLAIN = TrainOptions()
 
 
 def open_directory(loaded: LoadedRecipe, options: TrainOptions) -> RunDirectory:
@@ -111,7 +114,9 @@ def reopen(path: Path, loaded: LoadedRecipe, resolved: str) -> RunDirectory:
     try:
         # Read as a recipe: an older rlgen wrote keys that have another name today, and lacked keys that were added since.
         before = yaml.safe_load(load_recipe(directory.resolved, resolved=True).resolved)
-        free = may_change(before, loaded.recipe.optim.schedule)
+        # An evaluation does not affect training, so that a run that had none may get one.
+        steps = ("run.steps",) if loaded.recipe.optim.schedule == "constant" else ()
+        free = (*steps, *MAY_CHANGE, *(("eval",) if before.get("eval") is None else ()))
         if changed := changes(before, yaml.safe_load(resolved), free):
             raise UsageError(
                 f"--resume: the recipe differs from that of the run in {path}:\n"
@@ -126,31 +131,18 @@ def reopen(path: Path, loaded: LoadedRecipe, resolved: str) -> RunDirectory:
     return directory
 
 
-def may_change(before: Any, schedule: str) -> tuple[str, ...]:
-    """Returns the keys, or beginnings of keys, that may change between two attempts.
-
-    An evaluation does not affect training, so that a run that had none may get one.
-    """
-    had_none = isinstance(before, dict) and before.get("eval") is None
-    steps = (STEPS,) if schedule == "constant" else ()
-    return (*steps, *MAY_CHANGE, *(("eval",) if had_none else ()))
-
-
-def changes(before: Any, now: Any, free: tuple[str, ...]) -> list[str]:
+def changes(before: dict[str, Any], now: dict[str, Any], free: tuple[str, ...]) -> list[str]:
     """Returns ["run.seed: 0 -> 1", ...]: the values that differ, except those whose key starts with one of `free`."""
-    was, is_ = flat(before), flat(now)
-    open_sizes = {key for key in FOLLOWING if key not in is_}  # they follow from model and data, which are compared separately
+    sizes = set(FOLLOWING) - by_key(now).keys()  # they follow from model and data, which are compared separately
     return [
-        f"{key}: {was.get(key, 'unset')} -> {is_.get(key, 'unset')}"
-        for key in sorted((was.keys() | is_.keys()) - open_sizes)
-        if was.get(key) != is_.get(key) and not key.startswith(free)
+        f"{key}: {' -> '.join('unset' if value is None else str(value) for value in pair)}"
+        for key, pair in sorted(changed_values(before, now).items())
+        if key not in sizes and not key.startswith(free)
     ]
 
 
-def flat(data: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns nested data as {"run.seed": 0, "rewards[1].weight": 0.1, ...}."""
-    if isinstance(data, dict) and data:
-        return {k: v for key, value in data.items() for k, v in flat(value, f"{prefix}.{key}" if prefix else key).items()}
-    if isinstance(data, list) and any(isinstance(value, dict) for value in data):
-        return {k: v for place, value in enumerate(data) for k, v in flat(value, f"{prefix}[{place}]").items()}
-    return {prefix: data}
+def changed_values(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Returns the values that are not the same, by key, in the order of `before`. None: there is no such key."""
+    was, is_ = by_key(before), by_key(now)
+    pairs = {key: (was.get(key), is_.get(key)) for key in {**was, **is_}}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from rlgen.algorithms.base import Algorithm
 from rlgen.algorithms.registry import build_algorithm
@@ -102,8 +101,9 @@ def replay(past: Past, step: int, changed: Recipe | None, say: Say, processes: P
     recorder = Recorder(past=past, say=say)
     samples = processes.run_all(lambda: recorder.samples(step, processes))
     prompts = processes.gather(list(islice(samples.prompt_ids, TRIED)))
+    settings = TrainSettings.of(past.recipe, locate(past.recipe.model.path), prompts)
     algorithms = [build_algorithm(one.trainer) for one in (past.recipe, changed) if one is not None]
-    state, at = open_at(past, algorithms, start, prompts, processes, say)
+    state, at = open_at(past, settings, algorithms, start, processes, say)
     if samples.experts and (why := state.policy.replay_routes()):
         raise UsageError(f"step {step} was trained with the experts of the engine, but {why}")
     weights, first_off = {reward.label: reward.weight for reward in past.recipe.rewards}, None
@@ -121,7 +121,8 @@ def replay(past: Past, step: int, changed: Recipe | None, say: Say, processes: P
     if changed is None:
         metrics = without_nonfinite(own(got, step).metrics)
     else:
-        other_state = changed_state(state, TrainSettings.of(changed), algorithms[1], step)
+        other_settings = replace(settings, trainer=changed.trainer, optim=changed.optim)
+        other_state = changed_state(state, other_settings, algorithms[1], step)
         other = build_learning(other_state, sampling, processes, weights, None)
         metrics, change = compare_settings(own, other, got, step)
     return Replay(
@@ -170,23 +171,16 @@ def replayable(past: Past) -> list[int]:
 
 
 def open_at(
-    past: Past,
-    algorithms: Sequence[Algorithm],
-    start: ChosenCheckpoint,
-    prompts: Sequence[NDArray[np.int32]],
-    processes: Processes,
-    say: Say,
+    past: Past, settings: TrainSettings, algorithms: Sequence[Algorithm], start: ChosenCheckpoint, processes: Processes, say: Say
 ) -> tuple[TrainState, Position]:
     """Opens policy, optimizer and schedule as they were after `start`; with a reference if one of `algorithms` needs it."""
-    settings = TrainSettings.of(past.recipe)
     needing = next((one for one in algorithms if one.reference != "none"), algorithms[0])
-    location = locate(settings.model.path)
-    policies = open_policies(settings, location, needing, start.path, processes, None, prompts, say)
+    policies = open_policies(settings, needing, start.path, processes, None, say)
     began_with = past.attempts[0].get("weights") if past.attempts else None
     if (start.path is None or needing.reference != "none") and began_with not in (None, policies.weights):
         needed = "the step is computed from them" if start.path is None else "they are the reference"
         raise UsageError(
-            f"the weights in model.path {location} have changed since the run began (digest {began_with}, now"
+            f"the weights in model.path {settings.location} have changed since the run began (digest {began_with}, now"
             f" {policies.weights}), and {needed}: bring them back"
             + ("" if start.path else ", or replay a step after a checkpoint")
         )

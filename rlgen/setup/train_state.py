@@ -20,7 +20,7 @@ from rlgen.recipe.models import OptimRecipe
 from rlgen.run.checkpoint import load_checkpoint
 from rlgen.sentinel.watch import Watch
 from rlgen.setup.policy import Policies, build_reference
-from rlgen.setup.settings import StreamSettings, TrainSettings
+from rlgen.setup.settings import TrainSettings
 from rlgen.trainers.groups import ExactSum, Groups, provisional_totals
 from rlgen.trainers.loop import Learning
 from rlgen.trainers.train_batch import TrainBatchBuilder
@@ -47,7 +47,7 @@ class TrainState:
 def open_train_state(settings: TrainSettings, algorithm: Algorithm, models: Policies) -> TrainState:
     policy, needed = models.policy, algorithm.reference != "none"
     reference = (models.reference or build_reference(settings, policy)) if needed else None
-    optimizer, schedule = open_optimizer(settings.optim, settings.steps, policy)
+    optimizer, schedule = open_optimizer(settings.optim, settings.run.steps, policy)
     return TrainState(
         settings=settings, algorithm=algorithm, models=models, reference=reference, optimizer=optimizer, schedule=schedule
     )
@@ -109,8 +109,19 @@ def build_learning(
         packed=state.policy.packed,
         attention=state.policy.attention_cost,
     )
-    update, stream = build_updater(state, sampling, processes, watch), state.settings.stream
-    groups = open_group_trainer(stream, builder, update) if stream is not None else None
+    update, groups = build_updater(state, sampling, processes, watch), None
+    settings, rollout = state.settings, state.settings.rollout
+    if rollout.stream:
+        with memory_for("the sums of gradients of rollout.stream", ["rollout.stream: false"], SetupError):
+            sums = ExactSum([parameter for parameter in state.policy.parameters() if parameter.requires_grad])
+        groups = Groups(
+            builder=builder,
+            update=update,
+            sums=sums,
+            provisional=provisional_totals(rollout.prompts_per_step, rollout.group_size, rollout.max_completion_tokens),
+            threads=max(1, torch.get_num_threads() // 2) if settings.shares_cores else None,
+            late_from=settings.late_from,
+        )
     return Learning(builder=builder, update=update, groups=groups)
 
 
@@ -124,24 +135,11 @@ def build_updater(state: TrainState, sampling: Sampling, processes: Processes, w
         policy=state.policy,
         optimizer=state.optimizer,
         algorithm=state.algorithm,
-        updates=settings.updates,
+        updates=settings.trainer.updates_per_rollout,
         max_grad_norm=settings.optim.max_grad_norm,
         distribution=sampling.distribution,
         max_tokens=sampling.max_tokens,
         watch=watch,
         less_memory=settings.memory_advice,
-        deterministic=settings.deterministic,
-    )
-
-
-def open_group_trainer(stream: StreamSettings, builder: TrainBatchBuilder, update: Updater) -> Groups:
-    with memory_for("the sums of gradients of rollout.stream", ["rollout.stream: false"], SetupError):
-        sums = ExactSum([parameter for parameter in update.policy.parameters() if parameter.requires_grad])
-    return Groups(
-        builder=builder,
-        update=update,
-        sums=sums,
-        provisional=provisional_totals(stream.prompts, stream.group_size, stream.max_tokens),
-        threads=max(1, torch.get_num_threads() // 2) if stream.shares_cores else None,
-        late_from=stream.late_from,
+        deterministic=settings.run.deterministic,
     )

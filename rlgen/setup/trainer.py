@@ -1,13 +1,12 @@
 """Builds the trainer of one attempt: opens every part, the cheapest first, and passes to each what it needs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from rlgen.callbacks import Callback
 from rlgen.data import listed
 from rlgen.errors import SetupError
 from rlgen.files import write_text
@@ -20,6 +19,7 @@ from rlgen.rollout.custom import CustomRollout
 from rlgen.rollout.journal import Journal
 from rlgen.rollout.sampler import Ahead, Sampler
 from rlgen.run.checkpoint import Checkpoints, little_space, seed_random
+from rlgen.run.checkpoint_folder import ChosenCheckpoint
 from rlgen.run.console import Console
 from rlgen.run.directory import Best, RunDirectory
 from rlgen.run.health import Health, rules_of
@@ -36,6 +36,7 @@ from rlgen.setup.evaluation import build_evaluator, open_eval_scorer, words_of
 from rlgen.setup.inputs import UserCode, record_attempt, same_inputs
 from rlgen.setup.largest import Largest, try_largest
 from rlgen.setup.probe import probe_of
+from rlgen.setup.reopen import PLAIN, TrainOptions
 from rlgen.setup.train_state import build_learning, build_updater
 from rlgen.setup.trainer_and_engine import TrainerAndEngine, open_trainer_and_engine
 from rlgen.trainers.callbacks import Callbacks
@@ -47,6 +48,8 @@ from rlgen.trainers.report import Reporter
 from rlgen.trainers.saving import Saver
 from rlgen.types import Position
 
+FRESH = ChosenCheckpoint(0, None, (), ())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
@@ -56,10 +59,8 @@ class RunContext:
     directory: RunDirectory
     console: Console
     processes: Processes
-    checkpoint: Path | None = None  # the one to resume from
-    notices: Sequence[str] = ()  # messages about the choice of the checkpoint
-    changed_rewards: bool = False  # the files of rewards may have changed since the last attempt
-    callbacks: Sequence[Callback] = ()  # of the program that trains
+    start: ChosenCheckpoint = FRESH
+    options: TrainOptions = PLAIN
 
 
 def open_trainer(attempt: RunContext, between: Callable[[], None] = lambda: None) -> tuple[Trainer, Position]:
@@ -72,23 +73,27 @@ def open_trainer(attempt: RunContext, between: Callable[[], None] = lambda: None
     with ExitStack() as undo:
         data, scorer = open_inputs(attempt, between)
         undo.callback(scorer.close)
-        recipe = data.recipe
+        recipe, checkpoint = data.recipe, attempt.start.path
         attempt = replace(attempt, recipe=recipe)
         code = open_code(attempt, data, scorer, undo)
         digests = processes.run_all(lambda: code.digests(recipe.trainer))
         processes.on_main(lambda: write_text(attempt.directory.resolved, dump_recipe(recipe)))
         began_with = None
-        if attempt.checkpoint:
-            unchanged = {} if attempt.changed_rewards else digests
+        if checkpoint:
+            unchanged = {} if attempt.options.changed_rewards else digests
             began_with = processes.on_main(lambda: same_inputs(attempt.directory, data, unchanged))
-        both = open_trainer_and_engine(data, attempt.checkpoint, processes, attempt.directory.logs, console.say, began_with)
+        both = open_trainer_and_engine(data, checkpoint, processes, attempt.directory.logs, console.say, began_with)
         undo.callback(both.close)
-        if attempt.checkpoint and (stored := read_manifest(attempt.checkpoint).processes) != processes.world:
+        if checkpoint and (stored := read_manifest(checkpoint).processes) != processes.world:
             console.say(f"the checkpoint is of {stored} processes, but {processes.world} run: some random states are new")
         between()
         console.say("sentinel: comparing engine and trainer …")
-        probe = probe_of(both)
-        rungs = agree(probe, between)
+        rungs, probe = list[Rung](), probe_of(both)
+        for rung in climb(probe):
+            rungs.append(rung)
+            between()
+        if wrong := failed(rungs):
+            raise wrong.error()
         probe = after_check_1(probe, rungs)
         if recipe.model.lora is not None:
             console.say(f"lora: {describe(both.state.policy.model)}")
@@ -96,7 +101,7 @@ def open_trainer(attempt: RunContext, between: Callable[[], None] = lambda: None
         if processes.is_main and (warning := little_space(attempt.directory.checkpoints, both.state.policy.model)):
             console.say(f"warning: {warning}")
         engine = both.engine.facts()
-        processes.on_main(lambda: record_attempt(attempt.directory, both, digests, rungs, attempt.notices, engine))
+        processes.on_main(lambda: record_attempt(attempt.directory, both, digests, rungs, attempt.start.notices, engine))
         if recipe.run.probe_max:
             console.say(try_memory(both))
         trainer = build_trainer(attempt, both, code, probe)
@@ -152,16 +157,6 @@ def build_scorer(data: Data, directory: RunDirectory, rank: int) -> Scorer:
     return open_scorer(recipe.rewards, columns, longest, recipe.scoring, output, failures, turns, directory.judge, size)
 
 
-def agree(probe: Probe, between: Callable[[], None]) -> list[Rung]:
-    rungs = []
-    for rung in climb(probe):
-        rungs.append(rung)
-        between()
-    if wrong := failed(rungs):
-        raise wrong.error()
-    return rungs
-
-
 def try_memory(both: TrainerAndEngine) -> str:
     """Tries the largest micro-batches while the engine sleeps, as in a step, and returns a message with what was tried."""
     sleeps = both.engine.abilities.sleeps
@@ -187,7 +182,7 @@ def build_trainer(attempt: RunContext, both: TrainerAndEngine, code: UserCode, p
     evaluate, held_out = None, both.data.held_out
     if code.judge is not None and held_out is not None:
         best = processes.on_main(lambda: Best(directory.read_metrics())) if held_out.settings.best else None
-        evaluate = build_evaluator(both, held_out, code.judge, watch, directory.evals, best, dialogue)
+        evaluate = build_evaluator(both, code.judge, watch, directory.evals, best, dialogue)
     sinks = open_sinks(recipe, directory, done, attempt.console.say) if processes.is_main else Sinks(recipe.run.steps)
     weights = bits(state.policy.model, processes)
     processes.run_all(lambda: journal.starts_from(done, weights))
@@ -221,7 +216,7 @@ def build_trainer(attempt: RunContext, both: TrainerAndEngine, code: UserCode, p
         evaluate=evaluate,
         report=report,
         save=build_saver(both, checkpoints, sampler, report, evaluate),
-        callbacks=Callbacks.of(attempt.callbacks, processes),
+        callbacks=Callbacks.of(attempt.options.callbacks, processes),
         saves_on_drift=recipe.sentinel.on_drift == "checkpoint_and_stop",
     )
 

@@ -64,12 +64,12 @@ def open_trainer_and_engine(
     The order also keeps the ranks in step: each makes the same calls, and all build their engines at the same time, since
     they wait for each other inside vLLM.
     """
-    recipe, settings = data.recipe, TrainSettings.of(data.recipe)
+    recipe, prompts = data.recipe, [prompt.prompt_ids for prompt in data.prompts.take(0, TRIED)]
+    settings = TrainSettings.of(recipe, data.location, prompts)
     engine_share = EngineShare.of(processes, recipe.engine.callers)
     algorithm = build_algorithm(recipe.trainer)
     say(f"model: loading {recipe.model.path} …")
-    prompts = [prompt.prompt_ids for prompt in data.prompts.take(0, TRIED)]
-    policies = open_policies(settings, data.location, algorithm, checkpoint, processes, began_with, prompts, say)
+    policies = open_policies(settings, algorithm, checkpoint, processes, began_with, say)
     if policies.policy.unpacked:
         say(f"optim.packing: off, {cost_of_padding(recipe.rollout, prompts)}: {policies.policy.unpacked}")
     needs = replace(recipe.engine_needs, experts=replays_routes(recipe, policies.policy, data.location, say))

@@ -158,13 +158,13 @@ def sharded(place: Place) -> Finding:
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         path = recipe(place, folder, {"kind": "transformers"}, DTYPE=name)
-        loaded = load_recipe(path, ["processes.strategy=fsdp"]).recipe
+        settings = TrainSettings.of(load_recipe(path, ["processes.strategy=fsdp"]).recipe, folder, prompts)
         seconds, most, gradients, logp, packs = {}, {}, {}, {}, {}
         for kind in ("whole", "sharded"):
             policy = (
-                build_policy(TrainSettings.of(loaded), folder, prompts, device)
+                build_policy(settings, device)
                 if kind == "whole"
-                else open_shards(TrainSettings.of(loaded), folder, mesh_of(processes, None), processes, prompts, True, print)
+                else open_shards(settings, mesh_of(processes, None), processes, True, print)
             )
             packs[kind] = policy.packed
 

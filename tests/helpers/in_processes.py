@@ -21,7 +21,7 @@ def train_in(folder: Path, loaded: LoadedRecipe, processes: Processes) -> None:
     choice = processes.on_main(lambda: Checkpoints(directory.checkpoints, 9, Processes.alone()).choose())
     console = Console(loaded.recipe.run.steps, quiet=not processes.is_main)
     trainer, done = open_trainer(
-        RunContext(recipe=loaded.recipe, directory=directory, console=console, processes=processes, checkpoint=choice.path)
+        RunContext(recipe=loaded.recipe, directory=directory, console=console, processes=processes, start=choice)
     )
     trainer.run(done, StopRequest(launched=True))
     trainer.close()

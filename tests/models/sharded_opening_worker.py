@@ -43,7 +43,7 @@ def measured(folder: str, beta: float, processes: Processes) -> dict[str, int]:
     recipe, found = sharded(folder, beta), dict[str, int]()
     algorithm = build_algorithm(recipe.trainer)
     with watched(found):
-        policies = open_policies(TrainSettings.of(recipe), folder, algorithm, None, processes, None, TEXTS, print)
+        policies = open_policies(TrainSettings.of(recipe, folder, TEXTS), algorithm, None, processes, None, print)
     assert (policies.reference is not None) == (beta > 0)
     return found
 
@@ -71,7 +71,7 @@ def sent(folder: str, processes: Processes) -> dict[str, int]:
     """Memory of a sync."""
     recipe, found = sharded(folder), dict[str, int]()
     algorithm = build_algorithm(recipe.trainer)
-    policies = open_policies(TrainSettings.of(recipe), folder, algorithm, None, processes, None, TEXTS, print)
+    policies = open_policies(TrainSettings.of(recipe, folder, TEXTS), algorithm, None, processes, None, print)
     outbox: Any = Outbox(processes)
     with watched(found):
         send_weights(outbox, policies.policy.model, 1, processes)
@@ -85,7 +85,7 @@ def compared(folder: str, processes: Processes) -> dict[str, Any]:
     said: list[str] = []
     recipe = sharded(folder, 0.1)
     policies = open_policies(
-        TrainSettings.of(recipe), folder, build_algorithm(recipe.trainer), None, processes, None, TEXTS, said.append
+        TrainSettings.of(recipe, folder, TEXTS), build_algorithm(recipe.trainer), None, processes, None, said.append
     )
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert policies.reference is not None

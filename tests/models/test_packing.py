@@ -135,23 +135,23 @@ def recipe(compiled: bool = False, **optim: object) -> Recipe:
 
 def test_a_recipe_packs_where_it_can_and_where_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     folder, said = locate("tiny:qwen3"), ({}, {"packing": False}, {"packing": True})
-    assert [build_policy(TrainSettings.of(recipe(**one)), folder, TEXTS, CPU).packed for one in said] == [True, False, True]
+    assert [build_policy(TrainSettings.of(recipe(**one), folder, TEXTS), CPU).packed for one in said] == [True, False, True]
     with monkeypatch.context() as patch:  # how it compiles is not asked here, and takes longest
         patch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-        assert not build_policy(TrainSettings.of(recipe(compiled=True)), folder, TEXTS, CPU).packed
+        assert not build_policy(TrainSettings.of(recipe(compiled=True), folder, TEXTS), CPU).packed
     monkeypatch.setattr("rlgen.setup.policy.can_pack", lambda device, dtype: False)
-    assert not build_policy(TrainSettings.of(recipe()), folder, TEXTS, CPU).packed
+    assert not build_policy(TrainSettings.of(recipe(), folder, TEXTS), CPU).packed
     with pytest.raises(SetupError, match=r"optim\.packing: a GPU packs rows in bfloat16 only"):
-        build_policy(TrainSettings.of(recipe(packing=True)), folder, TEXTS, CPU)
+        build_policy(TrainSettings.of(recipe(packing=True), folder, TEXTS), CPU)
 
 
 @pytest.mark.slow
 def test_a_model_that_cannot_be_packed_says_so(tmp_path: Path) -> None:
     sweep.build("recurrent_gemma", tmp_path)
-    unpacked = build_policy(TrainSettings.of(recipe()), str(tmp_path), TEXTS, CPU)
+    unpacked = build_policy(TrainSettings.of(recipe(), str(tmp_path), TEXTS), CPU)
     assert not unpacked.packed and "other hidden states" in (unpacked.unpacked or "")
     with pytest.raises(SetupError, match=r"optim\.packing: RecurrentGemmaForCausalLM computes other hidden states"):
-        build_policy(TrainSettings.of(recipe(packing=True)), str(tmp_path), TEXTS, CPU)
+        build_policy(TrainSettings.of(recipe(packing=True), str(tmp_path), TEXTS), CPU)
 
 
 def test_packed_micro_batches_are_filled() -> None:

@@ -101,7 +101,7 @@ def test_a_process_reads_its_rows_of_each_tensor(name: str, world: int, as_last_
     folder, said, processes = str(build_tiny(name)), list[str](), as_last_of(world)
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     full = dict(expected.named_parameters(remove_duplicate=False))
-    model = build_shards(TrainSettings.of(sharded(folder)), folder, mesh_of(processes, None), True, said.append).model
+    model = build_shards(TrainSettings.of(sharded(folder), folder), mesh_of(processes, None), True, said.append).model
     own = dict(model.named_parameters(remove_duplicate=False))
     assert own.keys() == full.keys()
     for key, shard in own.items():
@@ -123,8 +123,8 @@ def test_a_process_reads_its_experts(name: str, count: int, as_last_of: Callable
     """The last of four: with two that share the experts, the other two hold the same ones, and half of each."""
     folder, processes = str(build_tiny(name)), as_last_of(4)
     full = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
-    settings, mesh = TrainSettings.of(sharded(folder)), mesh_of(processes, None)
-    model = build_shards(settings, folder, mesh, True, print, mesh_of_experts(processes, count)).model
+    settings, mesh = TrainSettings.of(sharded(folder), folder), mesh_of(processes, None)
+    model = build_shards(settings, mesh, True, print, mesh_of_experts(processes, count)).model
     for key, shard in model.named_parameters():
         assert torch.equal(part(shard), rows_of_last(full[key], 4)), key
         assert (part(shard).ndim == 3) == ("experts." in key) == (shard.device_mesh.ndim == 2), key
@@ -143,7 +143,7 @@ def test_experts_that_cannot_be_divided_are_refused(
     folder, processes = str(build_tiny(name)), as_last_of(8)
     experts = mesh_of_experts(processes, count)
     with pytest.raises(SetupError, match=f"processes.experts: transformers .* {said}"):
-        build_shards(TrainSettings.of(sharded(folder)), folder, mesh_of(processes, None), True, print, experts)
+        build_shards(TrainSettings.of(sharded(folder), folder), mesh_of(processes, None), True, print, experts)
     with pytest.raises(ProcessError, match="experts 3 needs a multiple of 3 processes, but 8 run"):
         mesh_of_experts(processes, 3)
 
@@ -157,7 +157,7 @@ def test_a_checkpoint_is_restored_by_rows(name: str, tmp_path: Path, as_last_of:
     saved.save_pretrained(tmp_path)
     full = dict(saved.named_parameters())
     folder, mesh = str(build_tiny(name)), mesh_of(as_last_of(2), None)
-    model = build_shards(TrainSettings.of(sharded(folder)), folder, mesh, True, print).model
+    model = build_shards(TrainSettings.of(sharded(folder), folder), mesh, True, print).model
     load_model_weights(tmp_path, model)
     for key, shard in model.named_parameters():
         assert torch.equal(part(shard), rows_of_last(full[key], 2)), key
@@ -168,14 +168,14 @@ def test_an_adapter_is_whole_over_a_base_in_shards(as_last_of: Callable[[int], P
     folder = str(build_tiny("qwen3"))
     plain = sharded(folder)
     recipe = plain.model_copy(update={"model": plain.model.model_copy(update={"lora": LoraRecipe(rank=4)})})
-    expected = adapter_tensors(build_policy(TrainSettings.of(recipe), folder, TEXTS, torch.device("cpu")).model)
-    model = build_shards(TrainSettings.of(recipe), folder, mesh_of(as_last_of(2), None), True, print).model
+    expected = adapter_tensors(build_policy(TrainSettings.of(recipe, folder, TEXTS), torch.device("cpu")).model)
+    model = build_shards(TrainSettings.of(recipe, folder), mesh_of(as_last_of(2), None), True, print).model
     own = adapter_tensors(model)
     assert own.keys() == expected.keys() and all(torch.equal(own[name], expected[name]) for name in own)
     assert {name for name, one in model.named_parameters() if one.requires_grad} == set(own)
     assert all(isinstance(tensor, DTensor) for tensor in own_tensors(model).values())
     assert base_digest(model, gather=False) != base_digest(
-        build_policy(TrainSettings.of(plain), folder, TEXTS, torch.device("cpu")).model
+        build_policy(TrainSettings.of(plain, folder, TEXTS), torch.device("cpu")).model
     )
 
 
@@ -186,7 +186,7 @@ def test_of_equal_shards_the_first_are_written(
     """Process 3 of [[0, 1], [2, 3]] holds the shards of process 1."""
     folder, mesh = str(build_tiny("qwen3")), mesh_of(as_last_of(world), count)
     assert mesh.mesh.tolist() == ([0, 1] if count is None else [[0, 1], [2, 3]])
-    shards = dict(build_shards(TrainSettings.of(sharded(folder)), folder, mesh, True, print).model.named_parameters())
+    shards = dict(build_shards(TrainSettings.of(sharded(folder), folder), mesh, True, print).model.named_parameters())
     written = written_here(shards | {"whole": torch.zeros(1)}, is_main=False)
     assert set(written) == (set(shards) if writes else set())
 

@@ -40,7 +40,7 @@ class Kept:
             self.engine = build_engine(needs, location, processes, logs, say)
             self.close, self.engine.close = self.engine.close, lambda: None  # type: ignore[method-assign]
         else:
-            policy = build_policy(TrainSettings.of(self.recipe), location, TEXTS, processes.device)
+            policy = build_policy(TrainSettings.of(self.recipe, location, TEXTS), processes.device)
             send_weights(self.engine, policy.model, 0, Processes.alone())
         return self.engine
 

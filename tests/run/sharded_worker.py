@@ -58,7 +58,7 @@ def refused(recipe: Path, overrides: list[str], processes: Processes) -> Any:
     if processes.rank == processes.world - 1:
         policy.make_packed = refusing
     algorithm = build_algorithm(loaded.trainer)
-    opened = open_policies(TrainSettings.of(loaded), locate(loaded.model.path), algorithm, None, processes, None, TEXTS, print)
+    opened = open_policies(TrainSettings.of(loaded, locate(loaded.model.path), TEXTS), algorithm, None, processes, None, print)
     policy.make_packed = pack
     assert opened.reference is None or isinstance(opened.reference, policy.Policy)
     both = [one for one in (opened.policy, opened.reference) if one is not None]

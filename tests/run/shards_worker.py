@@ -29,7 +29,7 @@ from rlgen.setup.settings import TrainSettings
 def measure(folder: Path, model: str, processes: Processes) -> Any:
     recipe = recipe_for(model, engine={"kind": "transformers"}, processes={"strategy": "fsdp"})
     algorithm = build_algorithm(recipe.trainer)
-    policy = open_policies(TrainSettings.of(recipe), model, algorithm, None, processes, None, TEXTS, print).policy
+    policy = open_policies(TrainSettings.of(recipe, model, TEXTS), algorithm, None, processes, None, print).policy
     trained = list(policy.model.parameters())
     optimizer = AdamW(trained, lr=1e-3, fused=True)
     for parameter in trained:

@@ -207,7 +207,7 @@ def test_what_was_changed_is_shown_and_rewards_need_a_word(
     with pytest.raises(UsageError) as caught:
         train(folder, "run.seed=1", "optim.learning_rate=0.5", f"rewards=[{{use: '{code}:spread', weight: 2.0}}]", resume=True)
     assert caught.value.exit_code == 2
-    lines = ["  optim.learning_rate: 0.001 -> 0.5", "  rewards[0].weight: 1.0 -> 2.0", "  run.seed: 0 -> 1"]
+    lines = ["  optim.learning_rate: 0.001 -> 0.5", "  rewards.0.weight: 1.0 -> 2.0", "  run.seed: 0 -> 1"]
     assert str(caught.value).splitlines()[1:-1] == lines
     free = ", ".join(key.removesuffix(".") for key in ("run.steps", *MAY_CHANGE, "eval"))
     assert f"Only {free} may change" in str(caught.value)

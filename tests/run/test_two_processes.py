@@ -150,11 +150,11 @@ def test_a_sharded_checkpoint_is_exported_and_evaluated(fast: Path, tmp_path: Pa
     recipe = load_recipe(
         fast / "recipe.yaml", [SHARDED, "eval={source: 'task:sort', limit: 4}", f"model.path={tmp_path / 'out'}"]
     )
-    found = evaluate_model(recipe.recipe, None, 2, tmp_path, None, print)
-    assert found.metrics["eval/sampler/delta_max"] < 1e-4
+    _, found = evaluate_model(recipe.recipe, None, 2, tmp_path, None, print)
+    assert found["eval/sampler/delta_max"] < 1e-4
     words = [SHARDED, "eval={source: 'task:sort', limit: 4}"]
-    _, direct = evaluate_target(fast / "packed", fast / "recipe.yaml", words, None, None, print)
-    assert direct.metrics["eval/reward/mean"] == found.metrics["eval/reward/mean"], "`rlgen eval` puts the shards together"
+    *_, direct = evaluate_target(fast / "packed", fast / "recipe.yaml", words, None, None, print)
+    assert direct["eval/reward/mean"] == found["eval/reward/mean"], "`rlgen eval` puts the shards together"
 
 
 def test_one_process_goes_on_with_what_two_have_saved(fast: Path) -> None:

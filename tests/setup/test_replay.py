@@ -162,7 +162,7 @@ def test_a_reference_that_the_run_had_not_is_the_model_that_it_began_with(runs: 
     "error, override, said",
     [
         (UsageError, "rollout.temperature=0.5", "--set rollout.temperature: it decides what is sampled, and nothing is sampled"),
-        (UsageError, "rewards.0.weight=2.0", "--set rewards[0].weight: the rewards are those that the run has recorded"),
+        (UsageError, "rewards.0.weight=2.0", "--set rewards.0.weight: the rewards are those that the run has recorded"),
         (UsageError, "run.seed=1", "it is not part of the computation of a step; a replay can change trainer.* and optim.*"),
         (UsageError, "trainer.updates_per_rollout=1", "the run used this already"),
         (RecipeError, "trainer.clip_high=0.4", "trainer.clip_high has no effect when trainer.updates_per_rollout is 1"),

@@ -153,7 +153,7 @@ class NoRoom:
 def test_what_is_still_to_come_lacks_memory_before_step_1(recipe: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof) -> None:
     reference: Any = NoRoom()
     with pytest.raises(SetupError, match=r"for the reference, a copy of the model: CUDA .* most: --set model\.lora\.rank=16 "):
-        build_reference(TrainSettings.of(load_recipe(recipe, SMALL).recipe), reference)
+        build_reference(TrainSettings.of(load_recipe(recipe, SMALL).recipe, ""), reference)
     monkeypatch.setattr(largest, "torch", NoRoom())
     with pytest.raises(SetupError, match=r"for the optimizer's state: CUDA .* most: --set model\.lora\.rank=16 "):
         run(recipe, "run.steps=2", "run.probe_max=true")
