@@ -14,6 +14,7 @@ thread is doing, leaves the server out or recovers it, and writes the result. Th
 import json
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -141,25 +142,18 @@ class SharedServerPool:
 
     def sync(self, weights: Weights, version: int, hashed: bool) -> SyncReport:
         """Sends all weights from the main process and returns its receipt in every process. Called by all at the same time."""
-        pool = self._pool
 
-        def send() -> tuple[SyncReport, SentWeights, Sequence[Server]] | None:
-            if pool is None:
-                return None
+        def send() -> tuple[SyncReport, SentWeights, Sequence[Server]]:
+            assert self._pool is not None  # the main process has it
             try:
-                return pool.sync(weights, version, hashed), pool.held, pool.servers
+                return self._pool.sync(weights, version, hashed), self._pool.held, self._pool.servers
             finally:
-                self._publish(pool)
-                # Sharded tensors are gathered by all processes at once: each must iterate over all of them.
-                for _ in weights:
-                    pass
+                self._publish(self._pool)
+                deque(weights, maxlen=0)
 
-        if pool is None:
-            for _ in weights:
-                pass
-        sent = self._processes.on_main(send, keepalive=True)
-        assert sent is not None  # the main process has a pool
-        receipt, self.held, servers = sent
+        if self._pool is None:
+            deque(weights, maxlen=0)  # sharded tensors are gathered by all processes at once: each must iterate over all of them
+        receipt, self.held, servers = self._processes.on_main(send, keepalive=True)
         self._use(servers)
         return receipt
 

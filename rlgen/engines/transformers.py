@@ -56,16 +56,9 @@ class TransformersEngine:
     ) -> None:
         self._model, self._head, self._fp32_head = model.requires_grad_(False), LmHead.of(model), fp32_head
         self._max_num_seqs, self._vision, self._tokenizer = max_num_seqs, vision, tokenizer
-        self._version = 0
+        self.weight_version = 0
+        self.abilities = EngineCapabilities(sleeps=False, submit=None, whole_step=True, elsewhere=False, in_flight=False)
         self._try_decoding()
-
-    @property
-    def weight_version(self) -> int:
-        return self._version
-
-    @property
-    def abilities(self) -> EngineCapabilities:
-        return EngineCapabilities(sleeps=False, submit=None, whole_step=True, elsewhere=False, in_flight=False)
 
     def facts(self) -> EngineInfo:
         model = self._model
@@ -148,7 +141,7 @@ class TransformersEngine:
                 token_ids=tokens[row, :length].cpu().numpy().copy(),
                 logp=logps[row, :length].cpu().numpy().copy(),
                 finish_reason=reason,
-                spans=one_span(length, self._version),
+                spans=one_span(length, self.weight_version),
                 prompt_ids=requests[row].prompt_ids,
             )
 
@@ -222,7 +215,7 @@ class TransformersEngine:
                 raise EngineError(f"weight sync: the engine has no tensor {name} of shape {tuple(tensor.shape)}")
             own[name].copy_(tensor)
             missing.discard(name)
-        self._version = version
+        self.weight_version = version
         return SyncReport(version=version, received=ledger.received, not_loaded=tuple(sorted(missing)))
 
     def sleep(self) -> None:

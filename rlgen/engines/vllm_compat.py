@@ -60,10 +60,8 @@ ENVIRONMENT = {
 # vLLM's processes communicate within this machine. By default gloo listens on the address that the host name resolves to.
 LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 
-# Arguments that must not be dropped if an older vLLM does not know them: without them its log-probs would mean something else.
-INDISPENSABLE = {"model", "dtype", "logprobs_mode", "enable_chunked_prefill", "generation_config", "max_model_len"}
-
-# Arguments that are dropped if an older vLLM does not know them: it then waits half an hour for a process that hangs.
+# Arguments that are dropped if an older vLLM does not know them: it then waits half an hour for a process that hangs. No others
+# are: without `logprobs_mode`, for example, its log-probs would mean something else.
 DISPENSABLE = {"distributed_timeout_seconds", "cpu_distributed_timeout_seconds"}
 
 
@@ -265,12 +263,8 @@ def open_llm(vllm: Any, arguments: dict[str, Any]) -> Any:
     with importing():  # vLLM imports a class as it is named
         known, llm = {field.name for field in fields(vllm.EngineArgs)}, vllm.LLM
     arguments = {name: value for name, value in arguments.items() if name in known or name not in DISPENSABLE}
-    unknown = set(arguments) - known
-    if needed := sorted(unknown & INDISPENSABLE):
-        raise EngineError(f"vLLM {vllm.__version__} has no argument {', '.join(needed)}; use another version")
-    if unknown:
-        names = ", ".join(sorted(unknown))
-        raise EngineError(f"vLLM {vllm.__version__} has no argument {names}; correct engine.extra, or use another version")
+    if unknown := ", ".join(sorted(set(arguments) - known)):
+        raise EngineError(f"vLLM {vllm.__version__} has no argument {unknown}; correct engine.extra, or use another version")
     with transformers_classes_spared():
         try:
             return llm(**arguments)

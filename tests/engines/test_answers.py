@@ -185,7 +185,7 @@ def test_an_answer_that_was_aborted_is_none(proof: Callable[[str], None], reason
         assert lost.value.exit_code == 6  # unless it is brought back, and the answer asked again
     output = SimpleNamespace(outputs=[SimpleNamespace(finish_reason=reason, token_ids=[7], logprobs=None)])
     with pytest.raises(EngineError, match=f"finish_reason {reason!r}, not stop or length"):
-        ColocatedEngine._completion(SimpleNamespace(_version=0), output)  # type: ignore[arg-type]
+        ColocatedEngine._completion(SimpleNamespace(weight_version=0), output)  # type: ignore[arg-type]
     proof(f"an answer with finish_reason {reason!r}, three tokens in it, in both forms")
 
 
