@@ -151,8 +151,7 @@ class Attempts:
     say: Callable[[str], None]
     stop: StopRequest
     token: str = field(default_factory=new_token)
-    reading: dict[Any, Place] = field(default_factory=dict)  # calls of `read` that have not returned
-    placing: dict[Any, Place] = field(default_factory=dict)  # calls of `address` and `facts` of servers that are started again
+    calls: dict[Any, Place] = field(default_factory=dict)  # of `read`, and of `address` of servers that are started again
     servers: Sequence[Place] = ()  # those that are started again when they are lost
     listing: Path = Path()  # the file of the servers' addresses, in the folder that all nodes share
     losses: int = 0
@@ -171,7 +170,10 @@ class Attempts:
         try:
             options = self.command.first
             while (code := self.attempt(options)) is None:
-                self.await_end()
+                # A process of a lost attempt, on a node that Ray has lost, may live on for a while.
+                until = time.monotonic() + LEFT
+                while in_use(self.recipe.run_path) and not self.stop.why and time.monotonic() < until:
+                    time.sleep(TICK)
                 options = self.command.again if holds_run(self.recipe.run_path) else self.command.first
             return code
         finally:
@@ -202,12 +204,6 @@ class Attempts:
         self.say(f"cluster: {words}; starting again from the newest checkpoint")
         return None
 
-    def await_end(self) -> None:
-        """Waits until no process of a lost attempt is left: one on a node that Ray has lost may live on for a while."""
-        until = time.monotonic() + LEFT
-        while in_use(self.recipe.run_path) and not self.stop.why and time.monotonic() < until:
-            time.sleep(TICK)
-
     @contextmanager
     def placed(self) -> Iterator[tuple[list[Place], list[Place]]]:
         """Reserves room on the nodes for trainers and servers, yields them, and ends all of them."""
@@ -232,8 +228,7 @@ class Attempts:
                 places.append(Place(name, begin(), begin))
             yield places[: self.settings.trainers], places[self.settings.trainers :]
         finally:
-            self.reading.clear()
-            self.placing.clear()
+            self.calls.clear()
             for one in places:
                 ray.kill(one.actor)
             remove_placement_group(group)
@@ -306,7 +301,7 @@ class Attempts:
         one.url, one.said, one.code, one.gone = "", b"", None, False
         self.publish(self.servers)
         one.actor = one.begin_again()
-        self.placing[one.actor.address.remote()] = one
+        self.calls[one.actor.address.remote()] = one
 
     def start(self, trainers: Sequence[Place], options: Sequence[str]) -> None:
         ((host, port),) = results_of([trainers[0].actor.address.remote()])
@@ -329,16 +324,16 @@ class Attempts:
         if isinstance(self.recipe.engine, ServerEngineRecipe) and self.settings.servers:
             environment[self.recipe.engine.token_env] = self.token
         results_of([one.actor.start.remote(words, os.getcwd(), {**environment, **(more or {})}, terminal)])
-        self.reading[one.actor.read.remote()] = one
+        self.calls[one.actor.read.remote()] = one
 
     def watch(self, done: Callable[[], bool], seconds: float = math.inf) -> None:
         """Passes on what the processes print, and a request to stop, until `done`, all have ended, or the seconds are over."""
         import ray
 
         until = time.monotonic() + seconds
-        while self.reading and not done() and time.monotonic() < until:
-            for call in ray.wait([*self.reading, *self.placing], timeout=TICK)[0]:
-                one = self.reading.pop(call, None) or self.placing.pop(call)
+        while self.calls and not done() and time.monotonic() < until:
+            for call in ray.wait(list(self.calls), timeout=TICK)[0]:
+                one = self.calls.pop(call)
                 try:
                     self.hear(one, ray.get(call))
                 except ray.exceptions.RayError:
@@ -351,7 +346,7 @@ class Attempts:
                     self.revive(one)
             if self.stop.why and not self.asked:
                 self.asked = True
-                for one in self.reading.values():
+                for one in self.calls.values():
                     if one.name.startswith("rank"):
                         one.actor.send.remote(signal.SIGTERM)
 
@@ -361,13 +356,12 @@ class Attempts:
             one.code = said
             return
         if isinstance(said[0], str):
-            one.host, one.port = said
             self.compare([one])
             self.begin_server(one)
             return
         show(one.name, *said)
         one.said = (one.said + said[1])[-TAIL:]
-        self.reading[one.actor.read.remote()] = one
+        self.calls[one.actor.read.remote()] = one
         if READY in one.said and not one.url and one.name.startswith("server"):
             one.url = f"http://{one.host}:{one.port}"
             self.publish(self.servers)

@@ -204,11 +204,11 @@ class FollowUpQueue:
 class EngineCapabilities:
     """What an engine can do and what it needs, so that callers need not test its kind."""
 
-    sleeps: bool  # `sleep` frees its weights: it samples again only after the next `sync`
-    submit: Submit | None  # samples in the background; None: the engine samples only while the caller waits
-    whole_step: bool  # a completion's last bits depend on its batch: to repeat one, repeat all requests of the step
-    elsewhere: bool  # sampling uses no cores of this process: rewards may run at the same time
-    in_flight: bool  # a `sync` may change the weights while requests are sampled in the background
+    sleeps: bool = False  # `sleep` frees its weights: it samples again only after the next `sync`
+    submit: Submit | None = None  # samples in the background; None: the engine samples only while the caller waits
+    whole_step: bool = False  # a completion's last bits depend on its batch: to repeat one, repeat all requests of the step
+    elsewhere: bool = False  # sampling uses no cores of this process: rewards may run at the same time
+    in_flight: bool = False  # a `sync` may change the weights while requests are sampled in the background
     merges: bool = False  # `sync` takes the factors of an adapter alone, see `rlgen.models.factors`, and merges them itself
 
 

@@ -38,7 +38,7 @@ class ColocatedEngine:
             arguments["distributed_timeout_seconds"] = arguments["cpu_distributed_timeout_seconds"] = math.ceil(wait)
         self._plan, self._asleep, self._answered = plan, False, False
         self.weight_version = self._syncs = 0
-        self.abilities = EngineCapabilities(sleeps=plan.sleep, submit=None, whole_step=False, elsewhere=False, in_flight=False)
+        self.abilities = EngineCapabilities(sleeps=plan.sleep)
         self._less_memory = vllm_compat.what_helps(arguments)
         with self._kept_as_is():
             self._vllm = vllm_compat.import_vllm()

@@ -75,14 +75,7 @@ class ServerEngine:
         self._connections = max(1, connections() // calls)
         self._background = ThreadPoolExecutor(max_workers=calls, thread_name_prefix="rlgen-sampling")
         self._closed = threading.Event()
-        self.abilities = EngineCapabilities(
-            sleeps=False,
-            submit=self.submit,
-            whole_step=False,
-            elsewhere=True,
-            in_flight=keeper.in_flight,
-            merges=keeper.merges,
-        )
+        self.abilities = EngineCapabilities(submit=self.submit, elsewhere=True, in_flight=keeper.in_flight, merges=keeper.merges)
 
     @property
     def weight_version(self) -> int:

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlgen.engines.base import (
@@ -57,7 +58,7 @@ class TransformersEngine:
         self._model, self._head, self._fp32_head = model.requires_grad_(False), LmHead.of(model), fp32_head
         self._max_num_seqs, self._vision, self._tokenizer = max_num_seqs, vision, tokenizer
         self.weight_version = 0
-        self.abilities = EngineCapabilities(sleeps=False, submit=None, whole_step=True, elsewhere=False, in_flight=False)
+        self.abilities = EngineCapabilities(whole_step=True)
         self._try_decoding()
 
     def facts(self) -> EngineInfo:
@@ -229,9 +230,8 @@ def padded_on_the_left(requests: Sequence[Request], device: torch.device) -> tup
     """Returns the padding before each prompt, the padded ids [N, S], and which of them are a prompt's, as 0 and 1 [N, S]."""
     width = max(len(request.prompt_ids) for request in requests)
     left = [width - len(request.prompt_ids) for request in requests]
-    ids = torch.zeros(len(requests), width, dtype=torch.long)
-    for row, request in enumerate(requests):
-        ids[row, left[row] :] = torch.from_numpy(request.prompt_ids)
+    prompts = [torch.from_numpy(request.prompt_ids).long() for request in requests]
+    ids = pad_sequence(prompts, batch_first=True, padding_side="left")
     attended = (torch.arange(width) >= torch.tensor(left)[:, None]).long()
     return left, ids.to(device), attended.to(device)
 

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LinearLR
 
 from rlgen.algorithms.registry import build_algorithm
 from rlgen.files import write_json
-from rlgen.models.parts import part, part_like
+from rlgen.models.parts import part, part_of_stored
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.processes import Processes
 from rlgen.run.checkpoint import Checkpoints
@@ -35,7 +35,7 @@ def learn_together(own: Parts) -> None:
     for parameter in model.parameters():
         noise = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())) - 0.5
         gradient = parameter.detach().clone()
-        part(gradient).add_(part_like(noise, parameter))
+        part(gradient).add_(part_of_stored(noise, parameter))
         parameter.grad = gradient
     optimizer.step()
     optimizer.zero_grad()
