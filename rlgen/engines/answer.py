@@ -1,14 +1,8 @@
 """Decodes a server's response into arrays, so that no Python object per token remains.
 
-rlgen's own route (`rlgen.engines.gate`) sends arrays after a short header:
-
-    uint32: bytes of the header | header: JSON, padded with spaces to 4 bytes | int32: prompt ids | int32: ids | float32:
-    log-probs
-
-vLLM's route sends JSON with one object per token. Numbers are little-endian.
+rlgen's own route (`rlgen.engines.gate`) sends an `Answer` in msgpack. vLLM's route sends JSON with one object per token.
 """
 
-import struct
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -17,12 +11,11 @@ import msgspec
 import numpy
 
 from rlgen.errors import ServerLost
-from rlgen.types import Completion, Ids, LogProbs, Span, logp_of
+from rlgen.types import Completion, LogProbs, Span, logp_of
 
-ROUTE = "/rlgen/generate"  # rlgen's route, see `rlgen.engines.gate`
+ROUTE = "/rlgen/sample"  # rlgen's route, see `rlgen.engines.gate`
 JSON_ROUTE = "/inference/v1/generate"  # vLLM's route
 ARRAYS = "application/vnd.rlgen.arrays"
-LENGTH = struct.Struct("<I")
 
 
 class Labelled(msgspec.Struct, frozen=True):
@@ -33,12 +26,13 @@ class Labelled(msgspec.Struct, frozen=True):
     end: int
 
 
-class Head(msgspec.Struct, frozen=True):
-    """The header before the arrays in a response of rlgen's route."""
+class Answer(msgspec.Struct, frozen=True):
+    """A response of rlgen's route."""
 
     finish_reason: str | None
-    tokens: int
-    prompt_tokens: int
+    prompt_ids: bytes  # int32, little-endian
+    token_ids: bytes  # int32, little-endian
+    logp: bytes  # float32, little-endian
     cached_tokens: int
     weight_versions: tuple[Labelled, ...]
 
@@ -78,8 +72,8 @@ class Prefilled(msgspec.Struct):
     prompt_logprobs: list[dict[str, Token] | None] | None = None
 
 
-ANSWER = msgspec.json.Decoder(GenerateResponse)
-HEAD = msgspec.json.Decoder(Head)
+ANSWER = msgspec.msgpack.Decoder(Answer)
+GENERATED = msgspec.json.Decoder(GenerateResponse)
 PREFILLED = msgspec.json.Decoder(Prefilled)
 logprob_of = attrgetter("logprob")
 
@@ -91,51 +85,36 @@ def read_answer(raw: bytes, arrays: bool, url: str, version_of: Callable[[str], 
     if the response is incomplete or has another format, or something else than rlgen ended the completion.
     """
     try:
-        head, prompt_ids, ids, logp = (from_arrays if arrays else from_json)(raw)
-        if head.finish_reason not in ("stop", "length"):
-            ended = f"ended a completion with finish_reason {head.finish_reason!r}"
+        answer = ANSWER.decode(raw) if arrays else from_json(raw)
+        if answer.finish_reason not in ("stop", "length"):
+            ended = f"ended a completion with finish_reason {answer.finish_reason!r}"
             raise ServerLost(url, f"{ended}: something other than rlgen stopped it")
         return Completion(
-            token_ids=ids.astype(numpy.int32),  # copies: views of the response would keep all its bytes in memory
-            logp=logp.astype(numpy.float32),
-            finish_reason="stop" if head.finish_reason == "stop" else "length",
-            spans=tuple(Span(span.start, span.end, version_of(span.version)) for span in head.weight_versions),
-            prompt_ids=prompt_ids.astype(numpy.int32),
-            cached_tokens=head.cached_tokens,
+            token_ids=numpy.frombuffer(answer.token_ids, "<i4").astype(numpy.int32),
+            logp=numpy.frombuffer(answer.logp, "<f4").astype(numpy.float32),
+            finish_reason="stop" if answer.finish_reason == "stop" else "length",
+            spans=tuple(Span(span.start, span.end, version_of(span.version)) for span in answer.weight_versions),
+            prompt_ids=numpy.frombuffer(answer.prompt_ids, "<i4").astype(numpy.int32),
+            cached_tokens=answer.cached_tokens,
         )
-    except (msgspec.MsgspecError, ValueError, OverflowError, IndexError, struct.error) as error:
+    except (msgspec.MsgspecError, ValueError, OverflowError, IndexError) as error:
         raise ServerLost(url, f"sent a response that is not a completion ({error})") from error
 
 
-def from_arrays(raw: bytes) -> tuple[Head, Ids, Ids, LogProbs]:
-    """Decodes a response of rlgen's route: its header, and prompt ids, ids and log-probs, which are views of `raw`."""
-    (length,) = LENGTH.unpack_from(raw)
-    at = LENGTH.size + length
-    head = HEAD.decode(raw[LENGTH.size : at])
-    if len(raw) != at + 4 * head.prompt_tokens + 8 * head.tokens:
-        raise ValueError(f"{len(raw)} bytes for {head.prompt_tokens} and {head.tokens} tokens")
-    prompt_ids = numpy.frombuffer(raw, "<i4", head.prompt_tokens, at)
-    at += prompt_ids.nbytes
-    ids = numpy.frombuffer(raw, "<i4", head.tokens, at)
-    return head, prompt_ids, ids, numpy.frombuffer(raw, "<f4", head.tokens, at + ids.nbytes)
-
-
-def from_json(raw: bytes) -> tuple[Head, Ids, Ids, LogProbs]:
-    """Decodes a response of vLLM's route as `from_arrays` does."""
-    answer = ANSWER.decode(raw)
+def from_json(raw: bytes) -> Answer:
+    """Decodes a response of vLLM's route."""
+    answer = GENERATED.decode(raw)
     choice = answer.choices[0]
     content = (choice.logprobs.content if choice.logprobs else None) or []
     details = answer.usage.prompt_tokens_details if answer.usage else None
-    ids = numpy.array(choice.token_ids or (), numpy.int32)
-    prompt_ids = numpy.array(answer.prompt_token_ids or (), numpy.int32)
-    head = Head(
+    return Answer(
         finish_reason=choice.finish_reason,
-        tokens=len(ids),
-        prompt_tokens=len(prompt_ids),
+        prompt_ids=numpy.array(answer.prompt_token_ids or (), "<i4").tobytes(),
+        token_ids=numpy.array(choice.token_ids or (), "<i4").tobytes(),
+        logp=numpy.fromiter(map(logprob_of, content), "<f4", len(content)).tobytes(),
         cached_tokens=(details.cached_tokens if details else None) or 0,
         weight_versions=tuple(choice.weight_versions or ()),
     )
-    return head, prompt_ids, ids, numpy.fromiter(map(logprob_of, content), numpy.float32, len(content))
 
 
 def read_prefilled(raw: bytes, ids: Sequence[int], first: int, url: str) -> LogProbs:
@@ -158,15 +137,12 @@ def as_arrays(
     """Returns the bytes of a response of rlgen's route. Raises ValueError if the numbers of ids and log-probs differ."""
     if len(token_ids) != len(logp):
         raise ValueError(f"{len(token_ids)} ids and {len(logp)} log-probs")
-    head = msgspec.json.encode(
-        Head(
-            finish_reason=finish_reason,
-            tokens=len(token_ids),
-            prompt_tokens=len(prompt_ids),
-            cached_tokens=cached_tokens,
-            weight_versions=tuple(spans),
-        )
+    answer = Answer(
+        finish_reason=finish_reason,
+        prompt_ids=numpy.array(prompt_ids, "<i4").tobytes(),
+        token_ids=numpy.array(token_ids, "<i4").tobytes(),
+        logp=numpy.array(logp, "<f4").tobytes(),
+        cached_tokens=cached_tokens,
+        weight_versions=tuple(spans),
     )
-    head += b" " * (-len(head) % 4)  # aligned, so that numpy reads the arrays without a copy
-    arrays = (numpy.array(prompt_ids, "<i4"), numpy.array(token_ids, "<i4"), numpy.array(logp, "<f4"))
-    return b"".join((LENGTH.pack(len(head)), head, *(array.tobytes() for array in arrays)))
+    return msgspec.msgpack.encode(answer)
