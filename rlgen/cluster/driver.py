@@ -94,39 +94,34 @@ def train_on_cluster(loaded: LoadedRecipe, command: Command, say: Callable[[str]
     """
     if find_spec("ray") is None:
         raise SetupError("cluster: Ray is not installed; run `pip install 'rlgen[ray]'` on all nodes")
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # else its main thread prints, at the end, what its own thread has held back
+    import ray
+
     recipe = loaded.recipe
+    assert recipe.cluster is not None
+    address = recipe.cluster.address
+    address = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
     with redirect_stdout(WithoutRay(sys.stdout)):
-        code = on_ray(recipe, command, say, stop)
+        try:
+            if ":" in address:  # Ray itself would try for minutes
+                host, _, port = address.rpartition(":")
+                socket.create_connection((host, int(port)), timeout=CONNECT).close()
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (OSError, ValueError) as error:
+            raise ProcessError(
+                f"cluster.address: no Ray cluster at {address}; run `ray start --head` on one machine and"
+                " `ray start --address=HOST:6379` on the others, and start the run on one of them"
+            ) from error
+        try:
+            code = Attempts(recipe, command, say, stop).run()
+        finally:
+            ray.shutdown()
     if code:
         said = f"rank 0 ended with exit code {code}"
         ended = Stopped(said, recipe.run_path) if code == Stopped.exit_code else RlgenError(said)
         ended.exit_code, ended.told = code, True
         raise ended
     return recipe.run_path
-
-
-def on_ray(recipe: Recipe, command: Command, say: Callable[[str], None], stop: StopRequest) -> int:
-    """Connects to the cluster, and returns the exit code of rank 0."""
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # else its main thread prints, at the end, what its own thread has held back
-    import ray
-
-    assert recipe.cluster is not None
-    address = recipe.cluster.address
-    address = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
-    try:
-        if ":" in address:  # Ray itself would try for minutes
-            host, _, port = address.rpartition(":")
-            socket.create_connection((host, int(port)), timeout=CONNECT).close()
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (OSError, ValueError) as error:
-        raise ProcessError(
-            f"cluster.address: no Ray cluster at {address}; run `ray start --head` on one machine and"
-            " `ray start --address=HOST:6379` on the others, and start the run on one of them"
-        ) from error
-    try:
-        return Attempts(recipe, command, say, stop).run()
-    finally:
-        ray.shutdown()
 
 
 class WithoutRay:
@@ -251,10 +246,11 @@ class Attempts:
 
     def compare(self, places: Sequence[Place]) -> None:
         """Checks that all nodes have the same versions and recipe, and see the folder of the run."""
-        found = results_of([one.actor.facts.remote(*self.files) for one in places])
+        files = str(self.command.recipe), str(self.listing)
+        found = results_of([one.actor.facts.remote(*files) for one in places])
         for one, address in zip(places, results_of([one.actor.address.remote() for one in places]), strict=True):
             one.host, one.port = address
-        here = Member().facts(*self.files)
+        here = Member().facts(*files)
         for one, there in zip(places, found, strict=True):
             if there["shared"] == "none":
                 folder = self.listing.parent
@@ -263,10 +259,6 @@ class Attempts:
                 raise ProcessError(
                     f"node {one.host} differs from this machine: {', '.join(differ)}; make them the same on all nodes"
                 )
-
-    @property
-    def files(self) -> tuple[str, str]:
-        return str(self.command.recipe), str(self.listing)
 
     def serve(self, servers: Sequence[Place]) -> None:
         """Starts the servers, and waits until all answer."""

@@ -4,7 +4,6 @@ rlgen's own route (`rlgen.engines.gate`) sends an `Answer` in msgpack. vLLM's ro
 """
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -34,7 +33,26 @@ class Answer(msgspec.Struct, frozen=True):
     token_ids: bytes  # int32, little-endian
     logp: bytes  # float32, little-endian
     cached_tokens: int
-    weight_versions: tuple[Labelled, ...]
+    weight_versions: Sequence[Labelled]
+
+    @classmethod
+    def of(
+        cls,
+        prompt_ids: Sequence[int],
+        token_ids: Sequence[int],
+        logp: Sequence[float],
+        finish_reason: str | None,
+        spans: Sequence[Labelled],
+        cached_tokens: int,
+    ) -> "Answer":
+        ids, sampled, numbers = numpy.array(prompt_ids, "<i4"), numpy.array(token_ids, "<i4"), numpy.array(logp, "<f4")
+        return cls(finish_reason, ids.tobytes(), sampled.tobytes(), numbers.tobytes(), cached_tokens, spans)
+
+    def packed(self) -> bytes:
+        """Returns the bytes of the response. Raises ValueError if the numbers of ids and log-probs differ."""
+        if len(self.token_ids) != len(self.logp):
+            raise ValueError(f"{len(self.token_ids) // 4} ids and {len(self.logp) // 4} log-probs")
+        return msgspec.msgpack.encode(self)
 
 
 # The fields of vLLM's response that rlgen uses. gc=False excludes records without references to other objects from garbage
@@ -75,7 +93,6 @@ class Prefilled(msgspec.Struct):
 ANSWER = msgspec.msgpack.Decoder(Answer)
 GENERATED = msgspec.json.Decoder(GenerateResponse)
 PREFILLED = msgspec.json.Decoder(Prefilled)
-logprob_of = attrgetter("logprob")
 
 
 def read_answer(raw: bytes, arrays: bool, url: str, version_of: Callable[[str], int]) -> Completion:
@@ -105,16 +122,11 @@ def from_json(raw: bytes) -> Answer:
     """Decodes a response of vLLM's route."""
     answer = GENERATED.decode(raw)
     choice = answer.choices[0]
-    content = (choice.logprobs.content if choice.logprobs else None) or []
+    logp = [token.logprob for token in (choice.logprobs and choice.logprobs.content) or ()]
     details = answer.usage.prompt_tokens_details if answer.usage else None
-    return Answer(
-        finish_reason=choice.finish_reason,
-        prompt_ids=numpy.array(answer.prompt_token_ids or (), "<i4").tobytes(),
-        token_ids=numpy.array(choice.token_ids or (), "<i4").tobytes(),
-        logp=numpy.fromiter(map(logprob_of, content), "<f4", len(content)).tobytes(),
-        cached_tokens=(details.cached_tokens if details else None) or 0,
-        weight_versions=tuple(choice.weight_versions or ()),
-    )
+    cached = (details.cached_tokens if details else None) or 0
+    prompt_ids, ids = answer.prompt_token_ids or (), choice.token_ids or ()
+    return Answer.of(prompt_ids, ids, logp, choice.finish_reason, choice.weight_versions or (), cached)
 
 
 def read_prefilled(raw: bytes, ids: Sequence[int], first: int, url: str) -> LogProbs:
@@ -124,25 +136,3 @@ def read_prefilled(raw: bytes, ids: Sequence[int], first: int, url: str) -> LogP
         return logp_of([found[at][str(ids[at])].logprob for at in range(first, len(ids))])
     except (msgspec.MsgspecError, TypeError, KeyError, IndexError) as error:
         raise ServerLost(url, f"answered without the log-probs of a prompt ({error})") from error
-
-
-def as_arrays(
-    prompt_ids: Sequence[int],
-    token_ids: Sequence[int],
-    logp: Sequence[float],
-    finish_reason: str | None,
-    spans: Sequence[Labelled],
-    cached_tokens: int,
-) -> bytes:
-    """Returns the bytes of a response of rlgen's route. Raises ValueError if the numbers of ids and log-probs differ."""
-    if len(token_ids) != len(logp):
-        raise ValueError(f"{len(token_ids)} ids and {len(logp)} log-probs")
-    answer = Answer(
-        finish_reason=finish_reason,
-        prompt_ids=numpy.array(prompt_ids, "<i4").tobytes(),
-        token_ids=numpy.array(token_ids, "<i4").tobytes(),
-        logp=numpy.array(logp, "<f4").tobytes(),
-        cached_tokens=cached_tokens,
-        weight_versions=tuple(spans),
-    )
-    return msgspec.msgpack.encode(answer)

@@ -26,7 +26,7 @@ from rlgen.losses.logp import head_dtype, log_softmax
 from rlgen.models.decoder import decoder_of
 from rlgen.models.memory_errors import memory_for
 from rlgen.models.policy import LmHead
-from rlgen.models.vision import Vision
+from rlgen.models.vision import Vision, decoder_inputs
 from rlgen.models.weights import model_tensors, own_tensors
 from rlgen.out_of_memory import is_out_of_memory, one_line
 from rlgen.types import Completion, FinishReason, Ids, Image, LogProbs, Request, Sampling, ids_of, one_span
@@ -149,7 +149,7 @@ class TransformersEngine:
         running = torch.arange(len(requests), device=device)  # rows still being decoded; finished ones are removed
         positions = (attended.cumsum(-1) - 1).clamp(min=0)
         cache = None  # the model makes its own: some have other kinds of layers than its config says
-        inputs = self._inputs(ids, [request.images for request in requests], left)
+        inputs = decoder_inputs(self._vision, self._model, ids, [request.images for request in requests], left)
         for step in range(longest):
             output = decoder_of(self._model)(
                 **inputs, attention_mask=attended, position_ids=positions, past_key_values=cache, use_cache=True
@@ -189,19 +189,13 @@ class TransformersEngine:
         text = self._tokenizer.decode(ids[-longest:].tolist(), skip_special_tokens=True)
         return any(one in text for one in stop)
 
-    def _inputs(self, ids: Tensor, images: Sequence[Sequence[Image]], left: Sequence[int]) -> dict[str, Tensor]:
-        """Returns what the decoder computes from: ids [B, S], or their embeddings if a row has images."""
-        if not any(images):
-            return {"input_ids": ids}
-        assert self._vision is not None  # no other model is given images
-        return {"inputs_embeds": self._vision.embed(self._model, ids, images, left)}
-
     @torch.no_grad()
     def prefill_logp(self, rows: Sequence[tuple[Ids, Ids]], images: Sequence[tuple[Image, ...]] = ()) -> list[LogProbs]:
         answers = []
         for (prompt_ids, completion_ids), own in zip(rows, images or [()] * len(rows), strict=True):
             ids = torch.from_numpy(np.concatenate([prompt_ids, completion_ids], dtype=np.int64))[None].to(self._model.device)
-            hidden = decoder_of(self._model)(**self._inputs(ids, [own], [0]), use_cache=False).last_hidden_state
+            inputs = decoder_inputs(self._vision, self._model, ids, [own])
+            hidden = decoder_of(self._model)(**inputs, use_cache=False).last_hidden_state
             hidden = hidden[0, len(prompt_ids) - 1 : -1]
             logp = self._head.logits(hidden, self._fp32_head).log_softmax(-1)
             answers.append(logp.gather(-1, ids[0, len(prompt_ids) :, None])[:, 0].cpu().numpy())

@@ -14,14 +14,14 @@ from transformers import PreTrainedModel
 
 from rlgen.errors import SetupError
 from rlgen.losses.inputs import onto
-from rlgen.losses.logp import EntropyUse, HeadScores, head_logits, head_scores, softmax_errors
+from rlgen.losses.logp import EntropyUse, head_logits, head_scores, softmax_errors
 from rlgen.models.decoder import decoder_of, one_sequence_a_row
 from rlgen.models.half import FP8, HALF, compute_in_half, computed_in, round_to
 from rlgen.models.lora import without_adapter
 from rlgen.models.packed_attention import PackedRows
 from rlgen.models.packing import make_packed, packed_states
 from rlgen.models.routing import Routes
-from rlgen.models.vision import Vision, round_pixels
+from rlgen.models.vision import Vision, decoder_inputs, round_pixels
 from rlgen.out_of_memory import is_out_of_memory, one_line
 from rlgen.types import Distribution, MicroBatch
 
@@ -62,12 +62,6 @@ class LmHead:
     def logits(self, hidden: Tensor, fp32: bool) -> Tensor:
         """Computes logits: [N, H] -> [N, V] float32. Only for few positions, because [N, V] is large."""
         return head_logits(hidden, self.weight, fp32=fp32, **self.options)
-
-    def scores(
-        self, hidden: Tensor, ids: Tensor, distributions: Sequence[Distribution], entropy: EntropyUse, fp32: bool
-    ) -> HeadScores:
-        """Computes log-probs of `ids` [N] and entropies from hidden states [N, H], without holding all of [N, V]."""
-        return head_scores(hidden, self.weight, ids, distributions, entropy=entropy, fp32=fp32, **self.options)
 
 
 @torch.no_grad()
@@ -205,7 +199,9 @@ class Policy(nn.Module):
         device = batch.input_ids.device
         hidden_NH, rows, columns = self.hidden(batch)
         ids_N = batch.completion_ids[rows, columns]
-        scores = self.head.scores(hidden_NH, ids_N, distributions, entropy, self.fp32_head)
+        scores = head_scores(
+            hidden_NH, self.head.weight, ids_N, distributions, entropy=entropy, fp32=self.fp32_head, **self.head.options
+        )
         empty = torch.zeros(len(distributions), *batch.mask.shape, device=device)
         logp = empty.index_put((torch.arange(len(distributions), device=device)[:, None], rows, columns), scores.logp)
         sure = None if scores.sure is None else torch.zeros_like(batch.mask).index_put((rows, columns), scores.sure)
@@ -263,15 +259,9 @@ class Policy(nn.Module):
             else:
                 # The logits at a position predict the next id.
                 predicting = onto(torch.tensor(batch.prompt_lengths), batch.input_ids.device)[rows] - 1 + columns
-                states_NH = decoder(**self.inputs(batch), use_cache=False).last_hidden_state[rows, predicting]
+                inputs = decoder_inputs(self.vision, self.model, batch.input_ids, batch.images)
+                states_NH = decoder(**inputs, use_cache=False).last_hidden_state[rows, predicting]
         return Hidden(states_NH.to(self.dtype), rows, columns)
-
-    def inputs(self, batch: MicroBatch) -> dict[str, Tensor]:
-        """Returns what the decoder computes from: ids, or their embeddings if a row has images."""
-        if not any(batch.images):
-            return {"input_ids": batch.input_ids}
-        assert self.vision is not None  # no other model is given images
-        return {"inputs_embeds": self.vision.embed(self.model, batch.input_ids, batch.images)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,7 @@ class Distance:
 
 def scored(model: Any, dtype: torch.dtype, batch: Any, prompts: Any = None) -> Scored:
     """Runs the policy that computes in `dtype` on a batch; packed if there are `prompts` to try. Changes `model`."""
+    from rlgen.losses.logp import head_scores
     from rlgen.models.policy import Policy
     from rlgen.types import WHOLE
 
@@ -60,7 +61,8 @@ def scored(model: Any, dtype: torch.dtype, batch: Any, prompts: Any = None) -> S
     if prompts is not None and (reason := policy.pack(prompts)):
         raise RuntimeError(f"its rows cannot be packed: {reason}")
     hidden, rows, columns = policy.hidden(batch)
-    logp = policy.head.scores(hidden, batch.completion_ids[rows, columns], (WHOLE,), "none", True).logp[0]
+    ids = batch.completion_ids[rows, columns]
+    logp = head_scores(hidden, policy.head.weight, ids, (WHOLE,), **policy.head.options).logp[0]
     signs = torch.randn(len(logp), generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(logp)
     (signs * logp).mean().backward()
     gradients = {name: p.grad.double().cpu() for name, p in policy.model.named_parameters() if p.grad is not None}
