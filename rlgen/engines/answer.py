@@ -1,6 +1,6 @@
 """Decodes a server's response into arrays, so that no Python object per token remains.
 
-rlgen's own route (`rlgen.engines.gate`) sends an `Answer` in msgpack. vLLM's route sends JSON with one object per token.
+rlgen's own route (`rlgen.engines.gate`) sends a `ServerAnswer` in msgpack. vLLM's route sends JSON with one object per token.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ class Labelled(msgspec.Struct, frozen=True):
     end: int
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ServerAnswer(msgspec.Struct, frozen=True):
     """A response of rlgen's route."""
 
     finish_reason: str | None
@@ -44,7 +44,7 @@ class Answer(msgspec.Struct, frozen=True):
         finish_reason: str | None,
         spans: Sequence[Labelled],
         cached_tokens: int,
-    ) -> "Answer":
+    ) -> "ServerAnswer":
         ids, sampled, numbers = numpy.array(prompt_ids, "<i4"), numpy.array(token_ids, "<i4"), numpy.array(logp, "<f4")
         return cls(finish_reason, ids.tobytes(), sampled.tobytes(), numbers.tobytes(), cached_tokens, spans)
 
@@ -90,7 +90,7 @@ class Prefilled(msgspec.Struct):
     prompt_logprobs: list[dict[str, Token] | None] | None = None
 
 
-ANSWER = msgspec.msgpack.Decoder(Answer)
+ANSWER = msgspec.msgpack.Decoder(ServerAnswer)
 GENERATED = msgspec.json.Decoder(GenerateResponse)
 PREFILLED = msgspec.json.Decoder(Prefilled)
 
@@ -118,7 +118,7 @@ def read_answer(raw: bytes, arrays: bool, url: str, version_of: Callable[[str], 
         raise ServerLost(url, f"sent a response that is not a completion ({error})") from error
 
 
-def from_json(raw: bytes) -> Answer:
+def from_json(raw: bytes) -> ServerAnswer:
     """Decodes a response of vLLM's route."""
     answer = GENERATED.decode(raw)
     choice = answer.choices[0]
@@ -126,7 +126,7 @@ def from_json(raw: bytes) -> Answer:
     details = answer.usage.prompt_tokens_details if answer.usage else None
     cached = (details.cached_tokens if details else None) or 0
     prompt_ids, ids = answer.prompt_token_ids or (), choice.token_ids or ()
-    return Answer.of(prompt_ids, ids, logp, choice.finish_reason, choice.weight_versions or (), cached)
+    return ServerAnswer.of(prompt_ids, ids, logp, choice.finish_reason, choice.weight_versions or (), cached)
 
 
 def read_prefilled(raw: bytes, ids: Sequence[int], first: int, url: str) -> LogProbs:

@@ -21,14 +21,13 @@ from rlgen.engines.base import (
     wider_parameters,
 )
 from rlgen.engines.plan import settings_digest
-from rlgen.errors import EngineError, SetupError
+from rlgen.errors import EngineError
 from rlgen.losses.logp import head_dtype, log_softmax
 from rlgen.models.decoder import decoder_of
-from rlgen.models.memory_errors import memory_for
+from rlgen.models.memory_errors import memory_for, refused_with
 from rlgen.models.policy import LmHead
 from rlgen.models.vision import Vision, decoder_inputs
 from rlgen.models.weights import model_tensors, own_tensors
-from rlgen.out_of_memory import is_out_of_memory, one_line
 from rlgen.types import Completion, FinishReason, Ids, Image, LogProbs, Request, Sampling, ids_of, one_span
 
 BYTES_OF_A_CHARACTER = 4  # at most, in UTF-8
@@ -87,16 +86,12 @@ class TransformersEngine:
     def _try_decoding(self) -> None:
         """Decodes two short prompts, of which one ends first. Raises SetupError if the code of the architecture cannot."""
         requests = [Request(prompt_ids=ids_of(ids), seed=seed) for seed, ids in enumerate([(3, 4, 5), (6,)])]
-        try:
+        with refused_with(
+            f"engine.kind: transformers cannot decode {type(self._model).__name__} in batches with its cache ({{}}); if vLLM"
+            " serves it, set engine.kind to colocated or server"
+        ):
             first = self.generate(requests, Sampling(max_tokens=1, temperature=0.0, stop_ids=()))[0]
             self.generate(requests, Sampling(max_tokens=2, temperature=0.0, stop_ids=tuple(first.token_ids.tolist())))
-        except Exception as error:  # each architecture has code of its own, and may fail in any way
-            if is_out_of_memory(error):
-                raise
-            raise SetupError(
-                f"engine.kind: transformers cannot decode {type(self._model).__name__} in batches with its cache"
-                f" ({one_line(error)}); if vLLM serves it, set engine.kind to colocated or server"
-            ) from error
 
     @torch.no_grad()
     def generate(

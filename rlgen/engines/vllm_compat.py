@@ -124,13 +124,14 @@ def process_kept_as_is(more: Mapping[str, str] | None = None) -> Iterator[None]:
     """
     environment = dict(os.environ)
     threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
-    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    states = random.getstate(), numpy.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     os.environ.update({**ENVIRONMENT, **(more or {})})
     if os.environ.get("WORLD_SIZE", "1") == os.environ.get("LOCAL_WORLD_SIZE", "1"):  # else other machines connect
         os.environ.update(LOOPBACK)
     try:
-        yield
+        with torch.random.fork_rng(devices):
+            yield
     finally:
         # Restores only changed variables: other threads read the environment, which C moves in memory when it grows.
         for name in os.environ.keys() - environment.keys():
@@ -143,9 +144,6 @@ def process_kept_as_is(more: Mapping[str, str] | None = None) -> Iterator[None]:
             torch.set_num_threads(threads)
         random.setstate(states[0])
         numpy.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        if cuda_states is not None:
-            torch.cuda.set_rng_state_all(cuda_states)
 
 
 INSTALL = "install rlgen[cuda] on a machine with an NVIDIA GPU, rlgen[cpu] without, or set engine.kind: transformers"

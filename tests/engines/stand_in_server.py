@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-from rlgen.engines.answer import JSON_ROUTE, ROUTE, Answer, Labelled
+from rlgen.engines.answer import JSON_ROUTE, ROUTE, Labelled, ServerAnswer
 
 LABEL, SECONDS, FACTS = "label", "seconds", "facts"
 
@@ -27,7 +27,7 @@ async def generate(request: web.Request) -> web.Response:
     await asyncio.sleep(held[SECONDS])
     ids = completion(asked["sampling_params"]["seed"], int(label.partition(".")[2] or -1))
     spans = [Labelled(label, 0, len(ids))]
-    raw = Answer.of(asked["token_ids"], ids, [-0.5] * len(ids), "length", spans, 0).packed()
+    raw = ServerAnswer.of(asked["token_ids"], ids, [-0.5] * len(ids), "length", spans, 0).packed()
     return web.Response(body=raw)
 
 

@@ -20,8 +20,7 @@ from helpers.engines import answering
 from helpers.samples import request
 
 from rlgen.engines import client
-from rlgen.engines.answer import Answer as Packed
-from rlgen.engines.answer import Labelled, read_answer
+from rlgen.engines.answer import Labelled, ServerAnswer, read_answer
 from rlgen.engines.client import OpenRequests
 from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.http import Server
@@ -174,7 +173,7 @@ def as_json(reason: str | None) -> bytes:
 
 def arrays_answer(reason: str | None) -> bytes:
     """What rlgen's route answers."""
-    return Packed.of([1], [7, 8, STOP], [-0.5, -1.0, -0.25], reason, [Labelled("r.3", 0, 3)], 128).packed()
+    return ServerAnswer.of([1], [7, 8, STOP], [-0.5, -1.0, -0.25], reason, [Labelled("r.3", 0, 3)], 128).packed()
 
 
 @pytest.mark.fault(53)
@@ -202,7 +201,7 @@ def test_an_answer_is_read_whole_or_not_at_all(form: Callable[[str | None], byte
         with pytest.raises(ServerLost, match="sent a response that is not a completion"):
             read_answer(whole[:cut], arrays, URL, lambda label: 3)
     with pytest.raises(ValueError, match="2 ids and 1 log-probs"):
-        Packed.of([1], [7, 8], [-0.5], "stop", [], 0).packed()
+        ServerAnswer.of([1], [7, 8], [-0.5], "stop", [], 0).packed()
 
 
 # --- asked for again ---------------------------------------------------------------------------------------------------------
