@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import numpy
 from aiohttp import web
 
-from rlgen.engines.answer import ARRAYS, JSON_ROUTE, ROUTE, Labelled, as_arrays, read_answer
+from rlgen.engines.answer import ARRAYS, JSON_ROUTE, ROUTE, Labelled, ServerAnswer, read_answer
 from rlgen.engines.fleet import SentWeights
 from rlgen.engines.http import Server, connections
 from rlgen.engines.server import ServerEngine
@@ -36,7 +36,7 @@ def synthetic(tokens: int, arrays: bool, prompt_tokens: int = 512) -> bytes:
     logp = [float(numpy.float32(-draw.expovariate(2.0))) for _ in range(tokens)]
     prompt = [draw.randrange(151_936) for _ in range(prompt_tokens)]
     if arrays:
-        return as_arrays(prompt, ids, logp, "stop", [Labelled(LABEL, 0, tokens)], 0)
+        return ServerAnswer.of(prompt, ids, logp, "stop", [Labelled(LABEL, 0, tokens)], 0).packed()
     ranks = [{"token_id": one, "logprob": value, "rank": 1} for one, value in zip(ids, logp, strict=True)]
     choice = {
         **{"index": 0, "finish_reason": "stop", "stop_reason": 2, "token_ids": ids, "routed_experts": None},

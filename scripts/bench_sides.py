@@ -102,13 +102,11 @@ def build_model(workload: Workload, folder: Path) -> None:
         return
     from transformers import Qwen3Config
 
-    from rlgen.models.tiny import END_OF_TEXT, SHAPE, TURN_END, byte_tokenizer, save_random
+    from rlgen.models.tiny import SHAPE, byte_tokenizer, save_random, special_ids
 
     tokenizer = byte_tokenizer()
-    ends = [tokenizer.convert_tokens_to_ids(token) for token in (TURN_END, END_OF_TEXT)]
     settings = {**SHAPE, "vocab_size": len(tokenizer), "initializer_range": 0.02, **workload.model}
-    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": ends[0], "bos_token_id": None}
-    save_random(Qwen3Config(**settings, **special, tie_word_embeddings=True), tokenizer, ends, folder)
+    save_random(Qwen3Config(**settings, **special_ids(tokenizer), tie_word_embeddings=True), tokenizer, folder)
 
 
 def prompts_of(workload: Workload, step: int) -> list[str]:

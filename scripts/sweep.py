@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM
 
 from rlgen.engines import vllm_compat
 from rlgen.errors import RlgenError
-from rlgen.models.tiny import END_OF_TEXT, TURN_END, byte_tokenizer, save_random
+from rlgen.models.tiny import byte_tokenizer, save_random, special_ids
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
 from rlgen.sentinel.probe import FEWER_TOKENS
@@ -73,19 +73,12 @@ def recipe_for(folder: Path, engine: str) -> Recipe:
 def build(name: str, folder: Path) -> None:
     """Writes a small random model of a type, with a byte-level tokenizer, into `folder`."""
     tokenizer = byte_tokenizer()
-    ends = [tokenizer.convert_tokens_to_ids(token) for token in (TURN_END, END_OF_TEXT)]
-    special = {
-        "vocab_size": len(tokenizer),
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": ends[0],
-        "bos_token_id": None,
-    }
-    config = small_config(name, special)
+    config = small_config(name, {"vocab_size": len(tokenizer), **special_ids(tokenizer)})
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
     if size > LARGEST:
         raise ValueError(f"{size / 1e6:.0f} million parameters are left of it")
-    save_random(config, tokenizer, ends, folder)
+    save_random(config, tokenizer, folder)
 
 
 def examine(folder: Path, engine: str, attention: str = "eager") -> Result:

@@ -94,39 +94,34 @@ def train_on_cluster(loaded: LoadedRecipe, command: Command, say: Callable[[str]
     """
     if find_spec("ray") is None:
         raise SetupError("cluster: Ray is not installed; run `pip install 'rlgen[ray]'` on all nodes")
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # else its main thread prints, at the end, what its own thread has held back
+    import ray
+
     recipe = loaded.recipe
+    assert recipe.cluster is not None
+    address = recipe.cluster.address
+    address = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
     with redirect_stdout(WithoutRay(sys.stdout)):
-        code = on_ray(recipe, command, say, stop)
+        try:
+            if ":" in address:  # Ray itself would try for minutes
+                host, _, port = address.rpartition(":")
+                socket.create_connection((host, int(port)), timeout=CONNECT).close()
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (OSError, ValueError) as error:
+            raise ProcessError(
+                f"cluster.address: no Ray cluster at {address}; run `ray start --head` on one machine and"
+                " `ray start --address=HOST:6379` on the others, and start the run on one of them"
+            ) from error
+        try:
+            code = Attempts(recipe, command, say, stop).run()
+        finally:
+            ray.shutdown()
     if code:
         said = f"rank 0 ended with exit code {code}"
         ended = Stopped(said, recipe.run_path) if code == Stopped.exit_code else RlgenError(said)
         ended.exit_code, ended.told = code, True
         raise ended
     return recipe.run_path
-
-
-def on_ray(recipe: Recipe, command: Command, say: Callable[[str], None], stop: StopRequest) -> int:
-    """Connects to the cluster, and returns the exit code of rank 0."""
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # else its main thread prints, at the end, what its own thread has held back
-    import ray
-
-    assert recipe.cluster is not None
-    address = recipe.cluster.address
-    address = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
-    try:
-        if ":" in address:  # Ray itself would try for minutes
-            host, _, port = address.rpartition(":")
-            socket.create_connection((host, int(port)), timeout=CONNECT).close()
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (OSError, ValueError) as error:
-        raise ProcessError(
-            f"cluster.address: no Ray cluster at {address}; run `ray start --head` on one machine and"
-            " `ray start --address=HOST:6379` on the others, and start the run on one of them"
-        ) from error
-    try:
-        return Attempts(recipe, command, say, stop).run()
-    finally:
-        ray.shutdown()
 
 
 class WithoutRay:
@@ -151,8 +146,7 @@ class Attempts:
     say: Callable[[str], None]
     stop: StopRequest
     token: str = field(default_factory=new_token)
-    reading: dict[Any, Place] = field(default_factory=dict)  # calls of `read` that have not returned
-    placing: dict[Any, Place] = field(default_factory=dict)  # calls of `address` and `facts` of servers that are started again
+    calls: dict[Any, Place] = field(default_factory=dict)  # of `read`, and of `address` of servers that are started again
     servers: Sequence[Place] = ()  # those that are started again when they are lost
     listing: Path = Path()  # the file of the servers' addresses, in the folder that all nodes share
     losses: int = 0
@@ -171,7 +165,10 @@ class Attempts:
         try:
             options = self.command.first
             while (code := self.attempt(options)) is None:
-                self.await_end()
+                # A process of a lost attempt, on a node that Ray has lost, may live on for a while.
+                until = time.monotonic() + LEFT
+                while in_use(self.recipe.run_path) and not self.stop.why and time.monotonic() < until:
+                    time.sleep(TICK)
                 options = self.command.again if holds_run(self.recipe.run_path) else self.command.first
             return code
         finally:
@@ -202,12 +199,6 @@ class Attempts:
         self.say(f"cluster: {words}; starting again from the newest checkpoint")
         return None
 
-    def await_end(self) -> None:
-        """Waits until no process of a lost attempt is left: one on a node that Ray has lost may live on for a while."""
-        until = time.monotonic() + LEFT
-        while in_use(self.recipe.run_path) and not self.stop.why and time.monotonic() < until:
-            time.sleep(TICK)
-
     @contextmanager
     def placed(self) -> Iterator[tuple[list[Place], list[Place]]]:
         """Reserves room on the nodes for trainers and servers, yields them, and ends all of them."""
@@ -232,8 +223,7 @@ class Attempts:
                 places.append(Place(name, begin(), begin))
             yield places[: self.settings.trainers], places[self.settings.trainers :]
         finally:
-            self.reading.clear()
-            self.placing.clear()
+            self.calls.clear()
             for one in places:
                 ray.kill(one.actor)
             remove_placement_group(group)
@@ -256,10 +246,11 @@ class Attempts:
 
     def compare(self, places: Sequence[Place]) -> None:
         """Checks that all nodes have the same versions and recipe, and see the folder of the run."""
-        found = results_of([one.actor.facts.remote(*self.files) for one in places])
+        files = str(self.command.recipe), str(self.listing)
+        found = results_of([one.actor.facts.remote(*files) for one in places])
         for one, address in zip(places, results_of([one.actor.address.remote() for one in places]), strict=True):
             one.host, one.port = address
-        here = Member().facts(*self.files)
+        here = Member().facts(*files)
         for one, there in zip(places, found, strict=True):
             if there["shared"] == "none":
                 folder = self.listing.parent
@@ -268,10 +259,6 @@ class Attempts:
                 raise ProcessError(
                     f"node {one.host} differs from this machine: {', '.join(differ)}; make them the same on all nodes"
                 )
-
-    @property
-    def files(self) -> tuple[str, str]:
-        return str(self.command.recipe), str(self.listing)
 
     def serve(self, servers: Sequence[Place]) -> None:
         """Starts the servers, and waits until all answer."""
@@ -306,7 +293,7 @@ class Attempts:
         one.url, one.said, one.code, one.gone = "", b"", None, False
         self.publish(self.servers)
         one.actor = one.begin_again()
-        self.placing[one.actor.address.remote()] = one
+        self.calls[one.actor.address.remote()] = one
 
     def start(self, trainers: Sequence[Place], options: Sequence[str]) -> None:
         ((host, port),) = results_of([trainers[0].actor.address.remote()])
@@ -329,16 +316,16 @@ class Attempts:
         if isinstance(self.recipe.engine, ServerEngineRecipe) and self.settings.servers:
             environment[self.recipe.engine.token_env] = self.token
         results_of([one.actor.start.remote(words, os.getcwd(), {**environment, **(more or {})}, terminal)])
-        self.reading[one.actor.read.remote()] = one
+        self.calls[one.actor.read.remote()] = one
 
     def watch(self, done: Callable[[], bool], seconds: float = math.inf) -> None:
         """Passes on what the processes print, and a request to stop, until `done`, all have ended, or the seconds are over."""
         import ray
 
         until = time.monotonic() + seconds
-        while self.reading and not done() and time.monotonic() < until:
-            for call in ray.wait([*self.reading, *self.placing], timeout=TICK)[0]:
-                one = self.reading.pop(call, None) or self.placing.pop(call)
+        while self.calls and not done() and time.monotonic() < until:
+            for call in ray.wait(list(self.calls), timeout=TICK)[0]:
+                one = self.calls.pop(call)
                 try:
                     self.hear(one, ray.get(call))
                 except ray.exceptions.RayError:
@@ -351,7 +338,7 @@ class Attempts:
                     self.revive(one)
             if self.stop.why and not self.asked:
                 self.asked = True
-                for one in self.reading.values():
+                for one in self.calls.values():
                     if one.name.startswith("rank"):
                         one.actor.send.remote(signal.SIGTERM)
 
@@ -361,13 +348,12 @@ class Attempts:
             one.code = said
             return
         if isinstance(said[0], str):
-            one.host, one.port = said
             self.compare([one])
             self.begin_server(one)
             return
         show(one.name, *said)
         one.said = (one.said + said[1])[-TAIL:]
-        self.reading[one.actor.read.remote()] = one
+        self.calls[one.actor.read.remote()] = one
         if READY in one.said and not one.url and one.name.startswith("server"):
             one.url = f"http://{one.host}:{one.port}"
             self.publish(self.servers)

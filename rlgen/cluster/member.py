@@ -43,7 +43,8 @@ class Member:
                 found[package] = version(package)
             except PackageNotFoundError:
                 found[package] = "none"
-        return found | {"recipe": digest_of_file(Path(recipe)), "shared": "seen" if Path(shared).exists() else "none"}
+        found["recipe"] = hashlib.sha256(read_bytes(Path(recipe))).hexdigest()[:12] if Path(recipe).is_file() else "none"
+        return found | {"shared": "seen" if Path(shared).exists() else "none"}
 
     def address(self) -> tuple[str, int]:
         """Returns the address of this node, and a free port."""
@@ -102,7 +103,3 @@ class Member:
             with contextlib.suppress(psutil.NoSuchProcess):
                 for child in psutil.Process(self._guard.pid).children():
                     child.send_signal(number)
-
-
-def digest_of_file(path: Path) -> str:
-    return hashlib.sha256(read_bytes(path)).hexdigest()[:12] if path.is_file() else "none"

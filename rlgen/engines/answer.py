@@ -1,28 +1,20 @@
 """Decodes a server's response into arrays, so that no Python object per token remains.
 
-rlgen's own route (`rlgen.engines.gate`) sends arrays after a short header:
-
-    uint32: bytes of the header | header: JSON, padded with spaces to 4 bytes | int32: prompt ids | int32: ids | float32:
-    log-probs
-
-vLLM's route sends JSON with one object per token. Numbers are little-endian.
+rlgen's own route (`rlgen.engines.gate`) sends a `ServerAnswer` in msgpack. vLLM's route sends JSON with one object per token.
 """
 
-import struct
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import msgspec
 import numpy
 
 from rlgen.errors import ServerLost
-from rlgen.types import Completion, Ids, LogProbs, Span, logp_of
+from rlgen.types import Completion, LogProbs, Span, logp_of
 
-ROUTE = "/rlgen/generate"  # rlgen's route, see `rlgen.engines.gate`
+ROUTE = "/rlgen/sample"  # rlgen's route, see `rlgen.engines.gate`
 JSON_ROUTE = "/inference/v1/generate"  # vLLM's route
 ARRAYS = "application/vnd.rlgen.arrays"
-LENGTH = struct.Struct("<I")
 
 
 class Labelled(msgspec.Struct, frozen=True):
@@ -33,14 +25,34 @@ class Labelled(msgspec.Struct, frozen=True):
     end: int
 
 
-class Head(msgspec.Struct, frozen=True):
-    """The header before the arrays in a response of rlgen's route."""
+class ServerAnswer(msgspec.Struct, frozen=True):
+    """A response of rlgen's route."""
 
     finish_reason: str | None
-    tokens: int
-    prompt_tokens: int
+    prompt_ids: bytes  # int32, little-endian
+    token_ids: bytes  # int32, little-endian
+    logp: bytes  # float32, little-endian
     cached_tokens: int
-    weight_versions: tuple[Labelled, ...]
+    weight_versions: Sequence[Labelled]
+
+    @classmethod
+    def of(
+        cls,
+        prompt_ids: Sequence[int],
+        token_ids: Sequence[int],
+        logp: Sequence[float],
+        finish_reason: str | None,
+        spans: Sequence[Labelled],
+        cached_tokens: int,
+    ) -> "ServerAnswer":
+        ids, sampled, numbers = numpy.array(prompt_ids, "<i4"), numpy.array(token_ids, "<i4"), numpy.array(logp, "<f4")
+        return cls(finish_reason, ids.tobytes(), sampled.tobytes(), numbers.tobytes(), cached_tokens, spans)
+
+    def packed(self) -> bytes:
+        """Returns the bytes of the response. Raises ValueError if the numbers of ids and log-probs differ."""
+        if len(self.token_ids) != len(self.logp):
+            raise ValueError(f"{len(self.token_ids) // 4} ids and {len(self.logp) // 4} log-probs")
+        return msgspec.msgpack.encode(self)
 
 
 # The fields of vLLM's response that rlgen uses. gc=False excludes records without references to other objects from garbage
@@ -78,10 +90,9 @@ class Prefilled(msgspec.Struct):
     prompt_logprobs: list[dict[str, Token] | None] | None = None
 
 
-ANSWER = msgspec.json.Decoder(GenerateResponse)
-HEAD = msgspec.json.Decoder(Head)
+ANSWER = msgspec.msgpack.Decoder(ServerAnswer)
+GENERATED = msgspec.json.Decoder(GenerateResponse)
 PREFILLED = msgspec.json.Decoder(Prefilled)
-logprob_of = attrgetter("logprob")
 
 
 def read_answer(raw: bytes, arrays: bool, url: str, version_of: Callable[[str], int]) -> Completion:
@@ -91,51 +102,31 @@ def read_answer(raw: bytes, arrays: bool, url: str, version_of: Callable[[str], 
     if the response is incomplete or has another format, or something else than rlgen ended the completion.
     """
     try:
-        head, prompt_ids, ids, logp = (from_arrays if arrays else from_json)(raw)
-        if head.finish_reason not in ("stop", "length"):
-            ended = f"ended a completion with finish_reason {head.finish_reason!r}"
+        answer = ANSWER.decode(raw) if arrays else from_json(raw)
+        if answer.finish_reason not in ("stop", "length"):
+            ended = f"ended a completion with finish_reason {answer.finish_reason!r}"
             raise ServerLost(url, f"{ended}: something other than rlgen stopped it")
         return Completion(
-            token_ids=ids.astype(numpy.int32),  # copies: views of the response would keep all its bytes in memory
-            logp=logp.astype(numpy.float32),
-            finish_reason="stop" if head.finish_reason == "stop" else "length",
-            spans=tuple(Span(span.start, span.end, version_of(span.version)) for span in head.weight_versions),
-            prompt_ids=prompt_ids.astype(numpy.int32),
-            cached_tokens=head.cached_tokens,
+            token_ids=numpy.frombuffer(answer.token_ids, "<i4").astype(numpy.int32),
+            logp=numpy.frombuffer(answer.logp, "<f4").astype(numpy.float32),
+            finish_reason="stop" if answer.finish_reason == "stop" else "length",
+            spans=tuple(Span(span.start, span.end, version_of(span.version)) for span in answer.weight_versions),
+            prompt_ids=numpy.frombuffer(answer.prompt_ids, "<i4").astype(numpy.int32),
+            cached_tokens=answer.cached_tokens,
         )
-    except (msgspec.MsgspecError, ValueError, OverflowError, IndexError, struct.error) as error:
+    except (msgspec.MsgspecError, ValueError, OverflowError, IndexError) as error:
         raise ServerLost(url, f"sent a response that is not a completion ({error})") from error
 
 
-def from_arrays(raw: bytes) -> tuple[Head, Ids, Ids, LogProbs]:
-    """Decodes a response of rlgen's route: its header, and prompt ids, ids and log-probs, which are views of `raw`."""
-    (length,) = LENGTH.unpack_from(raw)
-    at = LENGTH.size + length
-    head = HEAD.decode(raw[LENGTH.size : at])
-    if len(raw) != at + 4 * head.prompt_tokens + 8 * head.tokens:
-        raise ValueError(f"{len(raw)} bytes for {head.prompt_tokens} and {head.tokens} tokens")
-    prompt_ids = numpy.frombuffer(raw, "<i4", head.prompt_tokens, at)
-    at += prompt_ids.nbytes
-    ids = numpy.frombuffer(raw, "<i4", head.tokens, at)
-    return head, prompt_ids, ids, numpy.frombuffer(raw, "<f4", head.tokens, at + ids.nbytes)
-
-
-def from_json(raw: bytes) -> tuple[Head, Ids, Ids, LogProbs]:
-    """Decodes a response of vLLM's route as `from_arrays` does."""
-    answer = ANSWER.decode(raw)
+def from_json(raw: bytes) -> ServerAnswer:
+    """Decodes a response of vLLM's route."""
+    answer = GENERATED.decode(raw)
     choice = answer.choices[0]
-    content = (choice.logprobs.content if choice.logprobs else None) or []
+    logp = [token.logprob for token in (choice.logprobs and choice.logprobs.content) or ()]
     details = answer.usage.prompt_tokens_details if answer.usage else None
-    ids = numpy.array(choice.token_ids or (), numpy.int32)
-    prompt_ids = numpy.array(answer.prompt_token_ids or (), numpy.int32)
-    head = Head(
-        finish_reason=choice.finish_reason,
-        tokens=len(ids),
-        prompt_tokens=len(prompt_ids),
-        cached_tokens=(details.cached_tokens if details else None) or 0,
-        weight_versions=tuple(choice.weight_versions or ()),
-    )
-    return head, prompt_ids, ids, numpy.fromiter(map(logprob_of, content), numpy.float32, len(content))
+    cached = (details.cached_tokens if details else None) or 0
+    prompt_ids, ids = answer.prompt_token_ids or (), choice.token_ids or ()
+    return ServerAnswer.of(prompt_ids, ids, logp, choice.finish_reason, choice.weight_versions or (), cached)
 
 
 def read_prefilled(raw: bytes, ids: Sequence[int], first: int, url: str) -> LogProbs:
@@ -145,28 +136,3 @@ def read_prefilled(raw: bytes, ids: Sequence[int], first: int, url: str) -> LogP
         return logp_of([found[at][str(ids[at])].logprob for at in range(first, len(ids))])
     except (msgspec.MsgspecError, TypeError, KeyError, IndexError) as error:
         raise ServerLost(url, f"answered without the log-probs of a prompt ({error})") from error
-
-
-def as_arrays(
-    prompt_ids: Sequence[int],
-    token_ids: Sequence[int],
-    logp: Sequence[float],
-    finish_reason: str | None,
-    spans: Sequence[Labelled],
-    cached_tokens: int,
-) -> bytes:
-    """Returns the bytes of a response of rlgen's route. Raises ValueError if the numbers of ids and log-probs differ."""
-    if len(token_ids) != len(logp):
-        raise ValueError(f"{len(token_ids)} ids and {len(logp)} log-probs")
-    head = msgspec.json.encode(
-        Head(
-            finish_reason=finish_reason,
-            tokens=len(token_ids),
-            prompt_tokens=len(prompt_ids),
-            cached_tokens=cached_tokens,
-            weight_versions=tuple(spans),
-        )
-    )
-    head += b" " * (-len(head) % 4)  # aligned, so that numpy reads the arrays without a copy
-    arrays = (numpy.array(prompt_ids, "<i4"), numpy.array(token_ids, "<i4"), numpy.array(logp, "<f4"))
-    return b"".join((LENGTH.pack(len(head)), head, *(array.tobytes() for array in arrays)))

@@ -134,9 +134,9 @@ class SyncRecorder:
 class FollowUpQueue:
     """Further requests for one call of `Engine.generate`. Their indices continue those of the call, in the order of `put`.
 
-    If another request may follow a finished completion, the callback `finished` calls `expect` before it returns. Later, either
-    `put` or `drop` is called, from any thread. The engine takes the requests that are there. It is done when it has answered all
-    of them and expects no more.
+    If another request may follow a finished completion, the callback `finished` calls `expect` before it returns. Later, `put` is
+    called, from any thread. The engine takes the requests that are there. It is done when it has answered all of them and expects
+    no more.
     """
 
     def __init__(self) -> None:
@@ -147,26 +147,21 @@ class FollowUpQueue:
         self._wake: Callable[[], object] | None = None
 
     def expect(self) -> None:
-        """Announces that a `put` or a `drop` will follow."""
+        """Announces that a `put` will follow."""
         with self._changed:
             self._expected += 1
 
-    def put(self, request: Request) -> None:
-        self._change([request])
-
-    def drop(self) -> None:
-        self._change([])
+    def put(self, request: Request | None) -> None:
+        """Ends one `expect`: with the request that follows, or with None if none does."""
+        with self._changed:
+            self._expected -= 1
+            self._there += [] if request is None else [request]
+            self._notify()
 
     def fail(self, error: BaseException) -> None:
         """Makes the engine give up: `take` raises the error. Only the first one counts."""
         with self._changed:
             self._failure = self._failure or error
-            self._notify()
-
-    def _change(self, requests: list[Request]) -> None:
-        with self._changed:
-            self._expected -= 1
-            self._there += requests
             self._notify()
 
     def _notify(self) -> None:  # the lock is held
@@ -204,11 +199,11 @@ class FollowUpQueue:
 class EngineCapabilities:
     """What an engine can do and what it needs, so that callers need not test its kind."""
 
-    sleeps: bool  # `sleep` frees its weights: it samples again only after the next `sync`
-    submit: Submit | None  # samples in the background; None: the engine samples only while the caller waits
-    whole_step: bool  # a completion's last bits depend on its batch: to repeat one, repeat all requests of the step
-    elsewhere: bool  # sampling uses no cores of this process: rewards may run at the same time
-    in_flight: bool  # a `sync` may change the weights while requests are sampled in the background
+    sleeps: bool = False  # `sleep` frees its weights: it samples again only after the next `sync`
+    submit: Submit | None = None  # samples in the background; None: the engine samples only while the caller waits
+    whole_step: bool = False  # a completion's last bits depend on its batch: to repeat one, repeat all requests of the step
+    elsewhere: bool = False  # sampling uses no cores of this process: rewards may run at the same time
+    in_flight: bool = False  # a `sync` may change the weights while requests are sampled in the background
     merges: bool = False  # `sync` takes the factors of an adapter alone, see `rlgen.models.factors`, and merges them itself
 
 

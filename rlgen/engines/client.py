@@ -84,42 +84,53 @@ Ask: TypeAlias = Callable[[OpenRequests, T], Awaitable[None]]
 
 
 class Lines(Generic[T]):
-    """The servers of one call of `each`, and which of the things is open on which.
-
-    Args:
-        key: of a thing. Things of one key go to one server, whose prefix cache then has what they share.
-        lost: called with each server that is lost while another is left.
-    """
+    """The servers of one call of `each`, and which of the things is open on which. Arguments as of `each`."""
 
     def __init__(
-        self, lines: Sequence[OpenRequests], key: Callable[[T], Hashable] | None, lost: Callable[[ServerLost], None]
+        self,
+        lines: Sequence[OpenRequests],
+        most: int,
+        ask: Ask[T],
+        key: Callable[[T], Hashable] | None,
+        lost: Callable[[ServerLost], None],
     ) -> None:
         self._left = list(lines)
-        self._key, self._lost = key, lost
+        self._ask, self._key, self._lost = ask, key, lost
+        self._room, self._calls = asyncio.Semaphore(most), asyncio.TaskGroup()
         self._of_key: dict[Hashable, OpenRequests] = {}
         self._open: dict[asyncio.Task[None], tuple[OpenRequests, T]] = {}
 
-    async def ask(self, ask: Ask[T], thing: T, again: Callable[[T], object]) -> None:
-        """Requests a thing. If its server is lost, calls `again` with all that were open there.
+    async def ask_all(self, things: Sequence[T], more: More[T] | None) -> None:
+        """Requests all things. Raises ServerLost if the last server is lost."""
+        async with self._calls:
+            for thing in things:
+                self._begin(thing)
+            while more is not None and (further := await more()):
+                for thing in further:
+                    self._begin(thing)
 
-        Raises ServerLost if it was the last server.
-        """
+    def _begin(self, thing: T) -> None:
+        self._calls.create_task(self._request(thing))
+
+    async def _request(self, thing: T) -> None:
+        """Requests a thing, and if its server is lost, all that were open there again."""
         task = asyncio.current_task()
         assert task is not None
-        line = self._line_of(thing)
-        self._open[task] = line, thing
-        try:
-            await ask(line, thing)
-        except ServerLost as lost:
-            self._drop(line, lost, again)
-        finally:
-            self._open.pop(task, None)
+        async with self._room:
+            line = self._line_of(thing)
+            self._open[task] = line, thing
+            try:
+                await self._ask(line, thing)
+            except ServerLost as lost:
+                self._drop(line, lost)
+            finally:
+                self._open.pop(task, None)
 
-    async def watch(self, line: OpenRequests, again: Callable[[T], object]) -> None:
+    async def watch(self, line: OpenRequests) -> None:
         try:
             await line.watch()
         except ServerLost as lost:
-            self._drop(line, lost, again)
+            self._drop(line, lost)
 
     def _line_of(self, thing: T) -> OpenRequests:
         """Returns the server of the thing's key, or else that with the fewest open requests, the first of several."""
@@ -129,7 +140,7 @@ class Lines(Generic[T]):
             line = self._of_key[key] = min(self._left, key=lambda one: one.open)
         return line
 
-    def _drop(self, line: OpenRequests, lost: ServerLost, again: Callable[[T], object]) -> None:
+    def _drop(self, line: OpenRequests, lost: ServerLost) -> None:
         if line in self._left:
             if len(self._left) == 1:
                 raise lost
@@ -138,7 +149,7 @@ class Lines(Generic[T]):
         for task, (at, thing) in list(self._open.items()):
             if at is line:
                 del self._open[task]
-                again(thing)
+                self._begin(thing)
                 if task is not asyncio.current_task():
                     task.cancel()
 
@@ -158,43 +169,26 @@ async def each(
 
     Args:
         most: maximum of open requests; how many of them run at once is decided by the servers.
-        key: see `Lines`; used if `things` have as many keys as there are servers, so that none stays idle.
+        key: of a thing. Things of one key go to one server, whose prefix cache then has what they share; used if `things` have as
+            many keys as there are servers, so that none stays idle.
         lost: called with each server that is lost while another is left.
         more: called again and again for further things while the others are being requested, until it returns none.
         closed: ends the calls within CLOSING_SECONDS once it is set.
 
     Raises the error of the first call that fails, and ServerLost when the last server is lost; the other calls are cancelled.
     """
-    room = asyncio.Semaphore(most)
     if key is not None and len(set(map(key, things))) < len(servers):
         key = None
     async with servers[0].session() as session:
         lines = [OpenRequests(server, session) for server in servers]
-        those_left = Lines(lines, key, lost)
-        calls = asyncio.TaskGroup()
-
-        def begin(thing: T) -> None:
-            calls.create_task(one(thing))
-
-        async def one(thing: T) -> None:
-            async with room:
-                await those_left.ask(ask, thing, begin)
-
-        async def all_of_them() -> None:
-            async with calls:
-                for thing in things:
-                    begin(thing)
-                while more is not None and (further := await more()):
-                    for thing in further:
-                        begin(thing)
-
+        those_left = Lines(lines, most, ask, key, lost)
         failed: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as group:
-                watching = [group.create_task(those_left.watch(line, begin)) for line in lines]
+                watching = [group.create_task(those_left.watch(line)) for line in lines]
                 if closed is not None:
                     watching.append(group.create_task(until(closed)))
-                await all_of_them()
+                await those_left.ask_all(things, more)
                 for watch in watching:
                     watch.cancel()
         except BaseExceptionGroup as errors:

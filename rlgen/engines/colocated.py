@@ -37,19 +37,12 @@ class ColocatedEngine:
             arguments["distributed_executor_backend"] = "external_launcher"
             arguments["distributed_timeout_seconds"] = arguments["cpu_distributed_timeout_seconds"] = math.ceil(wait)
         self._plan, self._asleep, self._answered = plan, False, False
-        self._version = self._syncs = 0
+        self.weight_version = self._syncs = 0
+        self.abilities = EngineCapabilities(sleeps=plan.sleep)
         self._less_memory = vllm_compat.what_helps(arguments)
         with self._kept_as_is():
             self._vllm = vllm_compat.import_vllm()
             self._llm = vllm_compat.open_llm(self._vllm, arguments)
-
-    @property
-    def weight_version(self) -> int:
-        return self._version
-
-    @property
-    def abilities(self) -> EngineCapabilities:
-        return EngineCapabilities(sleeps=self._plan.sleep, submit=None, whole_step=False, elsewhere=False, in_flight=False)
 
     def facts(self) -> EngineInfo:
         engine, model = self._llm.llm_engine, vllm_weights.model_in(self._llm)
@@ -69,7 +62,7 @@ class ColocatedEngine:
         further: FollowUpQueue | None = None,
     ) -> list[Completion]:
         def given(requests: Sequence[Request]) -> tuple[list[dict[str, Any]], list[Any]]:
-            prompts = vllm_compat.vllm_prompts(requests, salt=f"{self._version}.{self._syncs}")
+            prompts = vllm_compat.vllm_prompts(requests, salt=f"{self.weight_version}.{self._syncs}")
             prompts = vllm_compat.with_images(prompts, [request.images for request in requests], self._plan.image_token)
             return prompts, [vllm_compat.sampling_params(self._vllm, request, sampling) for request in requests]
 
@@ -112,7 +105,7 @@ class ColocatedEngine:
             token_ids=ids_of(answer.token_ids),
             logp=logp_of(answer.logprobs.logprobs),
             finish_reason=answer.finish_reason,
-            spans=one_span(len(answer.token_ids), self._version),
+            spans=one_span(len(answer.token_ids), self.weight_version),
             prompt_ids=ids_of(output.prompt_token_ids),
             cached_tokens=output.num_cached_tokens or 0,
             experts=experts,
@@ -151,7 +144,7 @@ class ColocatedEngine:
             except Exception as error:  # vLLM does not wrap the errors of its libraries
                 said = failure_reason(error, "its wake-up" if self._asleep else "a weight sync", self._less_memory)
                 raise EngineError(f"vLLM did not take the weights of version {version}: {said}") from error
-        self._version = version
+        self.weight_version = version
         self._syncs += 1
         return SyncReport(version=version, received=ledger.received, not_loaded=not_loaded)
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from rlgen.engines import vllm_compat
-from rlgen.engines.answer import ARRAYS, ROUTE, Labelled, as_arrays
+from rlgen.engines.answer import ARRAYS, ROUTE, Labelled, ServerAnswer
 from rlgen.errors import SetupError
 
 Message = MutableMapping[str, Any]
@@ -111,14 +111,8 @@ async def answered(engine: Any, body: bytes) -> tuple[int, bytes]:
         output = await vllm_compat.completed(engine, prompt, asked.sampling_params, request_id)
         answer = output.outputs[0]
         spans = [Labelled(span.version, span.start, span.end) for span in answer.weight_versions or ()]
-        return 200, as_arrays(
-            output.prompt_token_ids,
-            answer.token_ids,
-            answer.logprobs.logprobs,
-            answer.finish_reason,
-            spans,
-            output.num_cached_tokens or 0,
-        )
+        ids, logp, cached = answer.token_ids, answer.logprobs.logprobs, output.num_cached_tokens or 0
+        return 200, ServerAnswer.of(output.prompt_token_ids, ids, logp, answer.finish_reason, spans, cached).packed()
     except Exception as error:  # of any class; vLLM itself ends a server whose engine is dead
         refused = isinstance(error, msgspec.MsgspecError) or vllm_compat.is_refusal(error)
         if not refused:

@@ -226,15 +226,13 @@ def start_servers(plans: Sequence[ServerPlan], token: str, logs: Sequence[Path],
     Raises as `ServerProcess` and `wait_all_ready`; all servers are ended then.
     """
     started: list[ServerProcess] = []
-    try:
+    with contextlib.ExitStack() as undo:
         for plan, log in zip(plans, logs, strict=True):
             # A port that was found free is not reserved until its server listens.
             started.append(ServerProcess(plan, token, log, timeout, frozenset(one.plan.port for one in started)))
+            undo.callback(started[-1].stop)
         wait_all_ready(started, timeout)
-    except BaseException:
-        for server in started:
-            server.stop()
-        raise
+        undo.pop_all()
     return started
 
 

@@ -75,21 +75,11 @@ class ServerEngine:
         self._connections = max(1, connections() // calls)
         self._background = ThreadPoolExecutor(max_workers=calls, thread_name_prefix="rlgen-sampling")
         self._closed = threading.Event()
+        self.abilities = EngineCapabilities(submit=self.submit, elsewhere=True, in_flight=keeper.in_flight, merges=keeper.merges)
 
     @property
     def weight_version(self) -> int:
         return self._keeper.held.version
-
-    @property
-    def abilities(self) -> EngineCapabilities:
-        return EngineCapabilities(
-            sleeps=False,
-            submit=self.submit,
-            whole_step=False,
-            elsewhere=True,
-            in_flight=self._keeper.in_flight,
-            merges=self._keeper.merges,
-        )
 
     def facts(self) -> EngineInfo:
         return self._keeper.facts
@@ -178,11 +168,6 @@ class ServerEngine:
 
     def sync(self, weights: Weights, version: int, hashed: bool = False) -> SyncReport:
         return self._keeper.sync(weights, version, hashed)
-
-    @property
-    def recoveries(self) -> int:
-        """Returns how often servers have been recovered, all servers together."""
-        return sum(self._keeper.brought_back.values())
 
     def sleep(self) -> None:
         pass

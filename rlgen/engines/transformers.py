@@ -6,6 +6,7 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlgen.engines.base import (
@@ -20,14 +21,13 @@ from rlgen.engines.base import (
     wider_parameters,
 )
 from rlgen.engines.plan import settings_digest
-from rlgen.errors import EngineError, SetupError
+from rlgen.errors import EngineError
 from rlgen.losses.logp import head_dtype, log_softmax
 from rlgen.models.decoder import decoder_of
-from rlgen.models.memory_errors import memory_for
+from rlgen.models.memory_errors import memory_for, refused_with
 from rlgen.models.policy import LmHead
-from rlgen.models.vision import Vision
+from rlgen.models.vision import Vision, decoder_inputs
 from rlgen.models.weights import model_tensors, own_tensors
-from rlgen.out_of_memory import is_out_of_memory, one_line
 from rlgen.types import Completion, FinishReason, Ids, Image, LogProbs, Request, Sampling, ids_of, one_span
 
 BYTES_OF_A_CHARACTER = 4  # at most, in UTF-8
@@ -56,16 +56,9 @@ class TransformersEngine:
     ) -> None:
         self._model, self._head, self._fp32_head = model.requires_grad_(False), LmHead.of(model), fp32_head
         self._max_num_seqs, self._vision, self._tokenizer = max_num_seqs, vision, tokenizer
-        self._version = 0
+        self.weight_version = 0
+        self.abilities = EngineCapabilities(whole_step=True)
         self._try_decoding()
-
-    @property
-    def weight_version(self) -> int:
-        return self._version
-
-    @property
-    def abilities(self) -> EngineCapabilities:
-        return EngineCapabilities(sleeps=False, submit=None, whole_step=True, elsewhere=False, in_flight=False)
 
     def facts(self) -> EngineInfo:
         model = self._model
@@ -93,16 +86,12 @@ class TransformersEngine:
     def _try_decoding(self) -> None:
         """Decodes two short prompts, of which one ends first. Raises SetupError if the code of the architecture cannot."""
         requests = [Request(prompt_ids=ids_of(ids), seed=seed) for seed, ids in enumerate([(3, 4, 5), (6,)])]
-        try:
+        with refused_with(
+            f"engine.kind: transformers cannot decode {type(self._model).__name__} in batches with its cache ({{}}); if vLLM"
+            " serves it, set engine.kind to colocated or server"
+        ):
             first = self.generate(requests, Sampling(max_tokens=1, temperature=0.0, stop_ids=()))[0]
             self.generate(requests, Sampling(max_tokens=2, temperature=0.0, stop_ids=tuple(first.token_ids.tolist())))
-        except Exception as error:  # each architecture has code of its own, and may fail in any way
-            if is_out_of_memory(error):
-                raise
-            raise SetupError(
-                f"engine.kind: transformers cannot decode {type(self._model).__name__} in batches with its cache"
-                f" ({one_line(error)}); if vLLM serves it, set engine.kind to colocated or server"
-            ) from error
 
     @torch.no_grad()
     def generate(
@@ -148,14 +137,14 @@ class TransformersEngine:
                 token_ids=tokens[row, :length].cpu().numpy().copy(),
                 logp=logps[row, :length].cpu().numpy().copy(),
                 finish_reason=reason,
-                spans=one_span(length, self._version),
+                spans=one_span(length, self.weight_version),
                 prompt_ids=requests[row].prompt_ids,
             )
 
         running = torch.arange(len(requests), device=device)  # rows still being decoded; finished ones are removed
         positions = (attended.cumsum(-1) - 1).clamp(min=0)
         cache = None  # the model makes its own: some have other kinds of layers than its config says
-        inputs = self._inputs(ids, [request.images for request in requests], left)
+        inputs = decoder_inputs(self._vision, self._model, ids, [request.images for request in requests], left)
         for step in range(longest):
             output = decoder_of(self._model)(
                 **inputs, attention_mask=attended, position_ids=positions, past_key_values=cache, use_cache=True
@@ -195,19 +184,13 @@ class TransformersEngine:
         text = self._tokenizer.decode(ids[-longest:].tolist(), skip_special_tokens=True)
         return any(one in text for one in stop)
 
-    def _inputs(self, ids: Tensor, images: Sequence[Sequence[Image]], left: Sequence[int]) -> dict[str, Tensor]:
-        """Returns what the decoder computes from: ids [B, S], or their embeddings if a row has images."""
-        if not any(images):
-            return {"input_ids": ids}
-        assert self._vision is not None  # no other model is given images
-        return {"inputs_embeds": self._vision.embed(self._model, ids, images, left)}
-
     @torch.no_grad()
     def prefill_logp(self, rows: Sequence[tuple[Ids, Ids]], images: Sequence[tuple[Image, ...]] = ()) -> list[LogProbs]:
         answers = []
         for (prompt_ids, completion_ids), own in zip(rows, images or [()] * len(rows), strict=True):
             ids = torch.from_numpy(np.concatenate([prompt_ids, completion_ids], dtype=np.int64))[None].to(self._model.device)
-            hidden = decoder_of(self._model)(**self._inputs(ids, [own], [0]), use_cache=False).last_hidden_state
+            inputs = decoder_inputs(self._vision, self._model, ids, [own])
+            hidden = decoder_of(self._model)(**inputs, use_cache=False).last_hidden_state
             hidden = hidden[0, len(prompt_ids) - 1 : -1]
             logp = self._head.logits(hidden, self._fp32_head).log_softmax(-1)
             answers.append(logp.gather(-1, ids[0, len(prompt_ids) :, None])[:, 0].cpu().numpy())
@@ -222,7 +205,7 @@ class TransformersEngine:
                 raise EngineError(f"weight sync: the engine has no tensor {name} of shape {tuple(tensor.shape)}")
             own[name].copy_(tensor)
             missing.discard(name)
-        self._version = version
+        self.weight_version = version
         return SyncReport(version=version, received=ledger.received, not_loaded=tuple(sorted(missing)))
 
     def sleep(self) -> None:
@@ -236,9 +219,8 @@ def padded_on_the_left(requests: Sequence[Request], device: torch.device) -> tup
     """Returns the padding before each prompt, the padded ids [N, S], and which of them are a prompt's, as 0 and 1 [N, S]."""
     width = max(len(request.prompt_ids) for request in requests)
     left = [width - len(request.prompt_ids) for request in requests]
-    ids = torch.zeros(len(requests), width, dtype=torch.long)
-    for row, request in enumerate(requests):
-        ids[row, left[row] :] = torch.from_numpy(request.prompt_ids)
+    prompts = [torch.from_numpy(request.prompt_ids).long() for request in requests]
+    ids = pad_sequence(prompts, batch_first=True, padding_side="left")
     attended = (torch.arange(width) >= torch.tensor(left)[:, None]).long()
     return left, ids.to(device), attended.to(device)
 

@@ -60,10 +60,8 @@ ENVIRONMENT = {
 # vLLM's processes communicate within this machine. By default gloo listens on the address that the host name resolves to.
 LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 
-# Arguments that must not be dropped if an older vLLM does not know them: without them its log-probs would mean something else.
-INDISPENSABLE = {"model", "dtype", "logprobs_mode", "enable_chunked_prefill", "generation_config", "max_model_len"}
-
-# Arguments that are dropped if an older vLLM does not know them: it then waits half an hour for a process that hangs.
+# Arguments that are dropped if an older vLLM does not know them: it then waits half an hour for a process that hangs. No others
+# are: without `logprobs_mode`, for example, its log-probs would mean something else.
 DISPENSABLE = {"distributed_timeout_seconds", "cpu_distributed_timeout_seconds"}
 
 
@@ -126,13 +124,14 @@ def process_kept_as_is(more: Mapping[str, str] | None = None) -> Iterator[None]:
     """
     environment = dict(os.environ)
     threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
-    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    states = random.getstate(), numpy.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     os.environ.update({**ENVIRONMENT, **(more or {})})
     if os.environ.get("WORLD_SIZE", "1") == os.environ.get("LOCAL_WORLD_SIZE", "1"):  # else other machines connect
         os.environ.update(LOOPBACK)
     try:
-        yield
+        with torch.random.fork_rng(devices):
+            yield
     finally:
         # Restores only changed variables: other threads read the environment, which C moves in memory when it grows.
         for name in os.environ.keys() - environment.keys():
@@ -145,9 +144,6 @@ def process_kept_as_is(more: Mapping[str, str] | None = None) -> Iterator[None]:
             torch.set_num_threads(threads)
         random.setstate(states[0])
         numpy.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        if cuda_states is not None:
-            torch.cuda.set_rng_state_all(cuda_states)
 
 
 INSTALL = "install rlgen[cuda] on a machine with an NVIDIA GPU, rlgen[cpu] without, or set engine.kind: transformers"
@@ -265,12 +261,8 @@ def open_llm(vllm: Any, arguments: dict[str, Any]) -> Any:
     with importing():  # vLLM imports a class as it is named
         known, llm = {field.name for field in fields(vllm.EngineArgs)}, vllm.LLM
     arguments = {name: value for name, value in arguments.items() if name in known or name not in DISPENSABLE}
-    unknown = set(arguments) - known
-    if needed := sorted(unknown & INDISPENSABLE):
-        raise EngineError(f"vLLM {vllm.__version__} has no argument {', '.join(needed)}; use another version")
-    if unknown:
-        names = ", ".join(sorted(unknown))
-        raise EngineError(f"vLLM {vllm.__version__} has no argument {names}; correct engine.extra, or use another version")
+    if unknown := ", ".join(sorted(set(arguments) - known)):
+        raise EngineError(f"vLLM {vllm.__version__} has no argument {unknown}; correct engine.extra, or use another version")
     with transformers_classes_spared():
         try:
             return llm(**arguments)

@@ -99,7 +99,7 @@ def load_weights(llm: Any, weights: Weights) -> tuple[str, ...]:
     # The reload has emptied the worker's cache of embedded images, but the scheduler still relies on its contents.
     if hasattr(llm.llm_engine, "reset_encoder_cache"):
         llm.llm_engine.reset_encoder_cache()
-    if not reset_prefix_cache(llm):
+    if not llm.reset_prefix_cache():
         raise EngineError("vLLM did not empty its prefix cache after a weight sync: requests are still running")
     return not_loaded
 
@@ -114,12 +114,6 @@ def model_in(llm: Any) -> nn.Module:
     """Returns vLLM's model itself, of an engine whose worker runs in this process."""
     (model,) = llm.apply_model(lambda model: model)
     return model
-
-
-def reset_prefix_cache(llm: Any) -> bool:
-    """Empties the prefix cache; returns whether that succeeded."""
-    done: bool = llm.reset_prefix_cache()
-    return done
 
 
 def forget_expert_kernels(model: nn.Module) -> dict[str, nn.Module]:

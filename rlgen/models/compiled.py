@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from rlgen.errors import SetupError
 from rlgen.models.decoder import decoder_of
 from rlgen.models.half import HalfForward, units
-from rlgen.out_of_memory import is_out_of_memory, one_line
+from rlgen.models.memory_errors import refused_with
 
 # Largest distance of hidden states, compiled and not, relative to their size.
 BOUND, BOUND_HALF = 1e-4, 0.05
@@ -32,16 +32,12 @@ def compile_layers(model: PreTrainedModel) -> None:
         run, half = runs[type(layer)], vars(layer).get("forward")
         layer.forward = replace(half, run=run) if isinstance(half, HalfForward) else partial(run, layer)
     name = type(model).__name__
-    try:
+    with refused_with(f"model.compile: {name} cannot be compiled here ({{}}); remove it"):
         with torch.enable_grad():  # as in training: what fails in the backward pass fails here
             computed = hidden_states(model)
             torch.stack([states.float().sum() for states in computed]).sum().backward()
         after = [states.detach() for states in computed]
         model.zero_grad()
-    except Exception as error:  # the compiler runs many programs, and each fails in its own way
-        if is_out_of_memory(error):
-            raise
-        raise SetupError(f"model.compile: {name} cannot be compiled here ({one_line(error)}); remove it") from error
     for one, other in zip(before, after, strict=True):
         gap = ((other.float() - one.float()).norm() / one.float().norm()).item()
         if not gap <= (BOUND if one.dtype == torch.float32 else BOUND_HALF):

@@ -77,21 +77,15 @@ def units_in_turn(model: PreTrainedModel) -> Iterator[tuple[nn.Module, list[nn.M
 @contextmanager
 def replaced(places: Iterable[Place], by: Callable[[Place, Tensor], Tensor]) -> Iterator[None]:
     """Puts `by(place, parameter)` in the place of each parameter inside the block. Modules may have None for one, which stays."""
-    parameters = [(place, place[0]._parameters[place[1]]) for place in places]
+    parameters = [(module, name, module._parameters[name]) for module, name in places]
     try:
-        for place, parameter in parameters:
-            if parameter is not None:
-                put(place, by(place, parameter))
+        for module, name, parameter in parameters:
+            if parameter is not None:  # set without the checks of a module, which takes none but an `nn.Parameter`
+                module._parameters[name] = by((module, name), parameter)  # type: ignore[assignment]
         yield
     finally:
-        for place, parameter in parameters:
-            put(place, parameter)
-
-
-def put(place: Place, value: Tensor | None) -> None:
-    """Sets a parameter without the checks of a module, which takes none but an `nn.Parameter`."""
-    module, name = place
-    module._parameters[name] = value  # type: ignore[assignment]
+        for module, name, parameter in parameters:
+            module._parameters[name] = parameter
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""Turns out-of-memory errors into errors that name the settings of the recipe that reduce the memory need."""
+"""Turns a lack of memory, and other errors of an architecture's own code, into errors that name settings of the recipe."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,8 +7,8 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from rlgen.errors import RlgenError
-from rlgen.out_of_memory import failure_reason, is_out_of_memory
+from rlgen.errors import RlgenError, SetupError
+from rlgen.out_of_memory import failure_reason, is_out_of_memory, one_line
 from rlgen.recipe import Recipe
 
 Phase: TypeAlias = Literal["load", "forward", "backward", "optimizer"]
@@ -28,6 +28,17 @@ def memory_for(what: str, helps: Sequence[str], told: type[RlgenError]) -> Itera
         if isinstance(error, RlgenError) or not is_out_of_memory(error):
             raise
         raise told(failure_reason(error, what, helps)) from error
+
+
+@contextmanager
+def refused_with(words: str) -> Iterator[None]:
+    """Turns an error inside the block into a SetupError of these words, in which it takes the place of {}."""
+    try:
+        yield
+    except Exception as error:  # each architecture, and each program that a compiler runs, may fail in its own way
+        if is_out_of_memory(error):
+            raise
+        raise SetupError(words.format(one_line(error))) from error
 
 
 def memory_advice(recipe: Recipe, phase: Phase) -> list[str]:

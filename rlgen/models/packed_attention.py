@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from rlgen.losses.inputs import onto
 
@@ -249,10 +248,11 @@ def attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    *,
+    packed_rows: PackedRows,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    packed_rows: PackedRows | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Computes causal attention within each row of a packed sequence, in the form that transformers calls.
@@ -261,14 +261,12 @@ def attention(
         query: [1, heads, N, D]; `key` and `value` may have fewer heads.
         dropout: 0, as in all that rlgen runs.
         sliding_window: tokens that each token sees, itself included.
-        packed_rows: where they are; None: the sequences are padded, each is one row, and any padding is on the right.
+        packed_rows: where they are.
         others: further arguments from a model; `make_packed` checks whether its results need any of them.
 
     Returns:
         [1, N, heads, D].
     """
-    if packed_rows is None:
-        return padded(module, query, key, value, scaling, sliding_window), None
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if query.is_cuda:
         return by_kernel(query, key, value, packed_rows, scaling, sliding_window)[None], None
@@ -303,17 +301,6 @@ def by_kernel(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scali
         window_size=(-1 if window is None else window - 1, 0),
         **grouped,
     )
-    return mixed
-
-
-def padded(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
-    """Computes causal attention by torch's fused kernel: [B, heads, L, D] -> [B, L, heads, D]."""
-    length, mask = query.shape[2], None
-    if window is not None and length > window:
-        place = torch.arange(length, device=query.device)
-        back = place[:, None] - place
-        mask = ((back >= 0) & (back < window))[None, None]
-    mixed: Tensor = sdpa_attention_forward(module, query, key, value, mask, 0.0, scaling, is_causal=True)[0]
     return mixed
 
 

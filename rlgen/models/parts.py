@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 T = TypeVar("T", bound=Tensor)
@@ -27,15 +27,6 @@ def by_mesh(tensors: Iterable[T]) -> list[list[T]]:
     for tensor in tensors:
         groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
     return list(groups.values())
-
-
-def part_like(full: Tensor, tensor: Tensor) -> Tensor:
-    """Returns the part of `full` that this process would hold if it were sharded as `tensor` is."""
-    if not isinstance(tensor, DTensor):
-        return full
-    mesh, placements = tensor.device_mesh, tensor.placements
-    # Every process has `full`, so nothing is sent.
-    return distribute_tensor(full.to(mesh.device_type), mesh, placements, src_data_rank=None).to_local()
 
 
 def part_of_stored(stored: Stored, tensor: Tensor) -> Tensor:

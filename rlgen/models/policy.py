@@ -18,11 +18,11 @@ from rlgen.losses.logp import EntropyUse, HeadScores, LogitRule, head_scores, so
 from rlgen.models.decoder import decoder_of, one_sequence_a_row
 from rlgen.models.half import FP8, HALF, compute_in_half, computed_in, round_to
 from rlgen.models.lora import without_adapter
+from rlgen.models.memory_errors import refused_with
 from rlgen.models.packed_attention import PackedRows
 from rlgen.models.packing import make_packed, packed_states
 from rlgen.models.routing import Routes
-from rlgen.models.vision import Vision, round_pixels
-from rlgen.out_of_memory import is_out_of_memory, one_line
+from rlgen.models.vision import Vision, decoder_inputs, round_pixels
 from rlgen.types import Distribution, MicroBatch
 
 # Names that architectures give to what their logits are multiplied with, or divided by; `check_head` verifies the result.
@@ -78,15 +78,9 @@ def check_head(model: PreTrainedModel, head: LmHead, ids: Sequence[int] = TRIED)
         SetupError: the model cannot be run, or its log-probs would be wrong: logits differ, or hidden states see later ids.
     """
     name, row = type(model).__name__, torch.tensor([ids], device=model.device)
-    try:
+    with refused_with(f"model.path: {name} cannot be run on ids of text alone ({{}}); take a model that needs nothing else"):
         hidden, fewer = (decoder_of(model)(input_ids=some, use_cache=False).last_hidden_state for some in (row, row[:, :5]))
         own = model(input_ids=row, use_cache=False).logits.float()
-    except Exception as error:  # each architecture has code of its own, and may fail in any way
-        if is_out_of_memory(error):
-            raise
-        raise SetupError(
-            f"model.path: {name} cannot be run on ids of text alone ({one_line(error)}); take a model that needs nothing else"
-        ) from error
     precise = hidden.dtype == torch.float32
     bound = 1e-4 if precise else 0.1
     gap = (head.logits(hidden[0], fp32=precise) - own[0]).abs().max().item()
@@ -263,15 +257,9 @@ class Policy(nn.Module):
             else:
                 # The logits at a position predict the next id.
                 predicting = onto(torch.tensor(batch.prompt_lengths), batch.input_ids.device)[rows] - 1 + columns
-                states_NH = decoder(**self.inputs(batch), use_cache=False).last_hidden_state[rows, predicting]
+                inputs = decoder_inputs(self.vision, self.model, batch.input_ids, batch.images)
+                states_NH = decoder(**inputs, use_cache=False).last_hidden_state[rows, predicting]
         return Hidden(states_NH.to(self.dtype), rows, columns)
-
-    def inputs(self, batch: MicroBatch) -> dict[str, Tensor]:
-        """Returns what the decoder computes from: ids, or their embeddings if a row has images."""
-        if not any(batch.images):
-            return {"input_ids": batch.input_ids}
-        assert self.vision is not None  # no other model is given images
-        return {"inputs_embeds": self.vision.embed(self.model, batch.input_ids, batch.images)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,37 +25,33 @@ GATHERING = ("logits", "check", "pack", "scores_in")
 
 def mesh_of(processes: Processes, count: int | None) -> DeviceMesh:
     """Returns the processes as a mesh: [shard], or [replicate, shard] where `count` processes of neighbouring ranks hold the
-    weights once. All processes must call this together.
-
-    Raises:
-        ProcessError: the processes cannot be divided into groups of `count`.
+    weights once. All processes must call this together. Raises as `in_groups`.
     """
-    kind, world = processes.device.type, processes.world
-    if count is None or count == world:
-        return init_device_mesh(kind, (world,), mesh_dim_names=("shard",))
-    if world % count:
-        raise ProcessError(
-            f"processes.shard {count} needs a multiple of {count} processes, but {world} run: start them with `torchrun"
-            f" --nproc-per-node {count}`, or set processes.shard to a divisor of {world}"
-        )
-    return init_device_mesh(kind, (world // count, count), mesh_dim_names=("replicate", "shard"))
+    if count is None or count == processes.world:
+        return init_device_mesh(processes.device.type, (processes.world,), mesh_dim_names=("shard",))
+    return in_groups(processes, count, ("replicate", "shard"))
 
 
 def mesh_of_experts(processes: Processes, count: int | None) -> DeviceMesh | None:
     """Returns the processes as a mesh [shard, experts]: `count` neighbours divide the experts of a layer among them. None: nobody
-    does. All processes must call this together.
+    does. All processes must call this together. Raises as `in_groups`.
+    """
+    return None if count is None else in_groups(processes, count, ("shard", "experts"))
+
+
+def in_groups(processes: Processes, count: int, names: tuple[str, str]) -> DeviceMesh:
+    """Returns the processes as a mesh [groups, `count` neighbours] with these names; the last one is a key of `processes`.
 
     Raises:
         ProcessError: the processes cannot be divided into groups of `count`.
     """
-    if count is None:
-        return None
-    if processes.world % count:
+    world, key = processes.world, names[1]
+    if world % count:
         raise ProcessError(
-            f"processes.experts {count} needs a multiple of {count} processes, but {processes.world} run: set it to a divisor of"
-            f" {processes.world}"
+            f"processes.{key} {count} needs a multiple of {count} processes, but {world} run: start them with `torchrun"
+            f" --nproc-per-node {count}`, or set processes.{key} to a divisor of {world}"
         )
-    return init_device_mesh(processes.device.type, (processes.world // count, count), mesh_dim_names=("shard", "experts"))
+    return init_device_mesh(processes.device.type, (world // count, count), mesh_dim_names=names)
 
 
 def shard(policy: Policy, mesh: DeviceMesh, experts: DeviceMesh | None = None) -> None:

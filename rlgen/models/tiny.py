@@ -149,6 +149,11 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def special_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int | None]:
+    """Returns the settings of a model's config that follow from its tokenizer, besides the size of the vocabulary."""
+    return {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+
+
 def cache_dir() -> Path:
     """Returns the folder for tiny models: $RLGEN_CACHE, else ~/.cache/rlgen."""
     return Path(os.environ.get("RLGEN_CACHE") or Path.home() / ".cache" / "rlgen")
@@ -183,13 +188,10 @@ def build_tiny(name: str) -> Path:
     base, tied = parse_name(name)
     tokenizer = byte_tokenizer()
     settings = {**SHAPE, **ARCHITECTURES[base].settings, "vocab_size": len(tokenizer), "tie_word_embeddings": tied}
-    end_ids = [tokenizer.convert_tokens_to_ids(token) for token in (TURN_END, END_OF_TEXT)]
-    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": end_ids[0], "bos_token_id": None}
-    config = CONFIG_MAPPING[base](**settings, **special)
-
+    config = CONFIG_MAPPING[base](**settings, **special_ids(tokenizer))
     made_from = [config.to_diff_dict(), CHAT_TEMPLATE, torch.__version__, BUILD]
     name = f"{base}-{'tied' if tied else 'untied'}"
-    return in_cache(name, made_from, lambda folder: save_random(config, tokenizer, end_ids, folder))
+    return in_cache(name, made_from, lambda folder: save_random(config, tokenizer, folder))
 
 
 def in_cache(name: str, made_from: list[Any], save: Callable[[Path], None]) -> Path:
@@ -214,11 +216,7 @@ def in_cache(name: str, made_from: list[Any], save: Callable[[Path], None]) -> P
 
 
 def save_random(
-    config: PreTrainedConfig,
-    tokenizer: PreTrainedTokenizerFast,
-    end_ids: list[int],
-    folder: Path,
-    kind: Any = AutoModelForCausalLM,
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, folder: Path, kind: Any = AutoModelForCausalLM
 ) -> None:
     """Writes a random model of `config` and its tokenizer into `folder`. The same config gives the same bytes.
 
@@ -231,6 +229,7 @@ def save_random(
         for tensor in own_tensors(model).values():
             if tensor.is_floating_point() and not tensor.any():
                 tensor.normal_(std=0.1)  # biases start at zero, and a test could not detect a missing one
+    end_ids = tokenizer.convert_tokens_to_ids([TURN_END, END_OF_TEXT])
     model.generation_config = GenerationConfig(eos_token_id=end_ids, pad_token_id=tokenizer.pad_token_id, do_sample=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

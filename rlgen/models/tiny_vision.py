@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForImageTextToText, Idefics3Config, Idefics3Processor
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
-from rlgen.models.tiny import END_OF_TEXT, SHAPE, TURN_END, TURN_START, byte_tokenizer, in_cache, save_random
+from rlgen.models.tiny import END_OF_TEXT, SHAPE, TURN_START, byte_tokenizer, in_cache, save_random, special_ids
 
 NAME = "idefics3"
 BUILD = 1  # must be increased when a change here changes the bytes of the model
@@ -36,14 +36,13 @@ def build_tiny_vision() -> Path:
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": [END_OF_TEXT, TURN_START, *TOKENS]})
     tokenizer.chat_template = CHAT_TEMPLATE
-    end_ids = [tokenizer.convert_tokens_to_ids(token) for token in (TURN_END, END_OF_TEXT)]
-    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": end_ids[0], "bos_token_id": None}
+    special = special_ids(tokenizer)
     text = {"model_type": "llama", "vocab_size": len(tokenizer), "tie_word_embeddings": False, **SHAPE, **special}
     image_id = tokenizer.convert_tokens_to_ids(IMAGE)
     config = Idefics3Config(text_config=text, vision_config=VISION, image_token_id=image_id, scale_factor=SCALE, **special)
 
     def save(folder: Path) -> None:
-        save_random(config, tokenizer, end_ids, folder, AutoModelForImageTextToText)
+        save_random(config, tokenizer, folder, AutoModelForImageTextToText)
         pixels = Idefics3ImageProcessorPil(size={"longest_edge": LARGEST}, max_image_size={"longest_edge": TILE})
         seen = (TILE // PATCH) ** 2 // SCALE**2
         Idefics3Processor(pixels, tokenizer, image_seq_len=seen, chat_template=CHAT_TEMPLATE).save_pretrained(folder)

@@ -137,8 +137,6 @@ class Vision:
         """
         embedded: Tensor = model.get_input_embeddings()(ids)
         placed = [(row, image) for row, of_row in enumerate(images) for image in of_row]
-        if not placed:
-            return embedded
         made = [self.processed(image) for _, image in placed]
         rows, columns = self._places(placed, made, left)
         joined = {name: torch.cat([one.tensors[name] for one in made], self._family.axis) for name in self._family.inputs}
@@ -165,6 +163,16 @@ class Vision:
             columns += own
             rows += [row] * len(own)
         return rows, columns
+
+
+def decoder_inputs(
+    vision: Vision | None, model: PreTrainedModel, ids: Tensor, images: Sequence[Sequence[Image]], left: Sequence[int] = ()
+) -> dict[str, Tensor]:
+    """Returns what a decoder computes from: ids [B, S], or their embeddings if a row has images; see `Vision.embed`."""
+    if not any(images):
+        return {"input_ids": ids}
+    assert vision is not None  # no other model is given images
+    return {"inputs_embeds": vision.embed(model, ids, images, left)}
 
 
 def round_pixels(model: PreTrainedModel) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
+from operator import getitem
 from typing import TypeAlias
 
 import torch
@@ -185,12 +186,6 @@ def model_tensors(model: PreTrainedModel, weights: Iterable[tuple[str, Stored]])
             yield own_name, tensor
         else:
             converter = packed.setdefault(own_name, copy.deepcopy(by_pattern[pattern]))
-            converter.add_tensor(own_name, name, pattern, tensor if isinstance(tensor, Tensor) else partial(read, tensor))
+            converter.add_tensor(own_name, name, pattern, tensor if isinstance(tensor, Tensor) else partial(getitem, tensor, ...))
     for own_name, converter in packed.items():
         yield from converter.convert(own_name, model=model, config=model.config).items()
-
-
-def read(stored: Stored) -> Tensor:
-    """Returns all of a tensor, read from its file if it has not been."""
-    tensor: Tensor = stored[...]
-    return tensor

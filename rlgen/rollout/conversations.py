@@ -157,7 +157,7 @@ class Conversations:
             return
         if reply is None:
             self._end(place, "stop")
-            self.further.drop()
+            self.further.put(None)
             return
         talk.counts.update(reply.counts)
         room = self._sampling.max_tokens - talk.tokens - len(reply.ids)
@@ -166,7 +166,7 @@ class Conversations:
             if not reply.ends:
                 talk.counts[UNANSWERED] += 1
             self._end(place, "stop" if reply.ends else "length")
-            self.further.drop()
+            self.further.put(None)
             return
         talk.messages += reply.messages
         talk.replies.append(reply.ids)
@@ -188,7 +188,7 @@ class Conversations:
         if self._is_first(talk, turn):
             talk.counts[LATE] += 1
             self._end(place, "length")
-            self.further.drop()
+            self.further.put(None)
 
     def _is_first(self, talk: Conversation, turn: int) -> bool:
         """Returns whether a conversation still waits for the reply to a turn: the reply, or the clock, ends that once."""

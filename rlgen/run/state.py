@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from rlgen.engines.base import model_shape
 from rlgen.errors import CheckpointError
 from rlgen.models.lora import adapter_tensors, config_of, is_adapted
-from rlgen.models.parts import first_copy, part, part_like, part_of_stored, shape_of
+from rlgen.models.parts import first_copy, part, part_of_stored, shape_of
 from rlgen.models.weights import model_tensors, own_tensors
 
 SHARD_FILE = 40 << 20  # bytes; above 32 MiB glibc gives what assembled a file back at once
@@ -79,8 +79,7 @@ def load_model_weights(path: Path, model: PreTrainedModel) -> None:
                 continue
             if tensor.shape != shape_of(stored):
                 raise CheckpointError(f"{path}: {name} has another shape than in model.path: it is a checkpoint of another model")
-            converted = isinstance(stored, Tensor)
-            part(tensor).copy_(part_like(stored, tensor) if converted else part_of_stored(stored, tensor))
+            part(tensor).copy_(part_of_stored(stored, tensor))
     if missing:
         raise CheckpointError(f"{path} has no weights for {min(missing)}: it is a checkpoint of another model")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlgen.models.half import replaced
 from rlgen.models.lora import adapted_layers, adapter_names, adapter_tensors, base_weight, factors, scale
-from rlgen.models.parts import part, part_like, whole
+from rlgen.models.parts import part, part_of_stored, whole
 from rlgen.models.policy import Policy
 from rlgen.models.weights import own_tensors
 
@@ -33,7 +33,7 @@ class AddedNoise:
         for name, parameter in self.parameters.items():
             # The noise is the same however the weights are sharded.
             noise = torch.randn(parameter.shape, generator=generator, device=device).mul_(self.noise * self.sizes[name])
-            part(parameter).add_(part_like(noise.to(parameter.device, parameter.dtype), parameter))
+            part(parameter).add_(part_of_stored(noise.to(parameter.device, parameter.dtype), parameter))
         self.noise *= 2
 
     def put_back(self, names: Sequence[str]) -> AbstractContextManager[None]:

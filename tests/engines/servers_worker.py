@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 from conftest import RECIPE, tiny_model
-from helpers.engines import kill
+from helpers.engines import kill, recoveries
 
 from rlgen.engines.open import build_engine
 from rlgen.engines.server import ServerEngine
@@ -62,7 +62,7 @@ def main(folder: Path) -> None:
     found["killed by process 1"] = step(share, 1)
     # The main process asks for nothing, and waits for the others already.
     found["killed while the main process waits"] = step(share if processes.rank else [], 1)
-    found["recoveries"] = processes.gather([engine.recoveries])
+    found["recoveries"] = processes.gather([recoveries(engine)])
     try:
         step(share, 1)
     except RlgenError as error:

@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-from rlgen.engines.answer import JSON_ROUTE, ROUTE, Labelled, as_arrays
+from rlgen.engines.answer import JSON_ROUTE, ROUTE, Labelled, ServerAnswer
 
 LABEL, SECONDS, FACTS = "label", "seconds", "facts"
 
@@ -26,7 +26,8 @@ async def generate(request: web.Request) -> web.Response:
     asked, label = await request.json(), held[LABEL]
     await asyncio.sleep(held[SECONDS])
     ids = completion(asked["sampling_params"]["seed"], int(label.partition(".")[2] or -1))
-    raw = as_arrays(asked["token_ids"], ids, [-0.5] * len(ids), "length", [Labelled(label, 0, len(ids))], 0)
+    spans = [Labelled(label, 0, len(ids))]
+    raw = ServerAnswer.of(asked["token_ids"], ids, [-0.5] * len(ids), "length", spans, 0).packed()
     return web.Response(body=raw)
 
 

@@ -68,7 +68,7 @@ class ByFiles:
             raise EngineError(told["error"])
         self.outbox.current = folder
         assert self.vllm._llm.reset_prefix_cache()
-        self.vllm._version, self.vllm._syncs = version, self.vllm._syncs + 1
+        self.vllm.weight_version, self.vllm._syncs = version, self.vllm._syncs + 1
         return SyncReport(version=version, received=told["received"], not_loaded=tuple(told["not_loaded"]))
 
     def close(self) -> None:

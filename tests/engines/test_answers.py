@@ -20,7 +20,7 @@ from helpers.engines import answering
 from helpers.samples import request
 
 from rlgen.engines import client
-from rlgen.engines.answer import Labelled, as_arrays, read_answer
+from rlgen.engines.answer import Labelled, ServerAnswer, read_answer
 from rlgen.engines.client import OpenRequests
 from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.http import Server
@@ -173,7 +173,7 @@ def as_json(reason: str | None) -> bytes:
 
 def arrays_answer(reason: str | None) -> bytes:
     """What rlgen's route answers."""
-    return as_arrays([1], [7, 8, STOP], [-0.5, -1.0, -0.25], reason, [Labelled("r.3", 0, 3)], 128)
+    return ServerAnswer.of([1], [7, 8, STOP], [-0.5, -1.0, -0.25], reason, [Labelled("r.3", 0, 3)], 128).packed()
 
 
 @pytest.mark.fault(53)
@@ -185,7 +185,7 @@ def test_an_answer_that_was_aborted_is_none(proof: Callable[[str], None], reason
         assert lost.value.exit_code == 6  # unless it is brought back, and the answer asked again
     output = SimpleNamespace(outputs=[SimpleNamespace(finish_reason=reason, token_ids=[7], logprobs=None)])
     with pytest.raises(EngineError, match=f"finish_reason {reason!r}, not stop or length"):
-        ColocatedEngine._completion(SimpleNamespace(_version=0), output)  # type: ignore[arg-type]
+        ColocatedEngine._completion(SimpleNamespace(weight_version=0), output)  # type: ignore[arg-type]
     proof(f"an answer with finish_reason {reason!r}, three tokens in it, in both forms")
 
 
@@ -201,7 +201,7 @@ def test_an_answer_is_read_whole_or_not_at_all(form: Callable[[str | None], byte
         with pytest.raises(ServerLost, match="sent a response that is not a completion"):
             read_answer(whole[:cut], arrays, URL, lambda label: 3)
     with pytest.raises(ValueError, match="2 ids and 1 log-probs"):
-        as_arrays([1], [7, 8], [-0.5], "stop", [], 0)
+        ServerAnswer.of([1], [7, 8], [-0.5], "stop", [], 0).packed()
 
 
 # --- asked for again ---------------------------------------------------------------------------------------------------------

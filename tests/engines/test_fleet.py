@@ -35,7 +35,7 @@ from rlgen.types import Completion, Sampling
 
 TIMEOUT = 0.8  # seconds without an answer
 SAMPLING = Sampling(max_tokens=3, temperature=1.0, stop_ids=())
-ROUTE = "/rlgen/generate"
+ROUTE = "/rlgen/sample"
 FACTS = json.dumps(dataclasses.asdict(engine_info()) | {"shape": {}})
 
 

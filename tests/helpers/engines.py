@@ -94,3 +94,8 @@ def kill(processes: Iterable[psutil.Process]) -> None:
         with suppress(psutil.NoSuchProcess):  # a guard kills too
             process.kill()
     psutil.wait_procs(family, timeout=10)
+
+
+def recoveries(engine: Any) -> int:
+    """How often servers have been recovered, all servers of a `ServerEngine` together."""
+    return sum(engine._keeper.brought_back.values())

@@ -78,7 +78,7 @@ class Recorded:
         asked = list(requests)
         if further is not None:
             put = further.put
-            further.put = lambda request: (asked.append(request), put(request))[1]  # type: ignore[method-assign]
+            further.put = lambda request: (asked.extend([request] if request else []), put(request))[1]  # type: ignore[method-assign]
 
         def told(number: int, completion: Completion) -> None:
             self.finished.append((asked[number], completion))

@@ -11,7 +11,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LinearLR
 
 from rlgen.models.lora import add_adapter
-from rlgen.models.parts import part, part_like
+from rlgen.models.parts import part, part_of_stored
 from rlgen.models.policy import Policy
 from rlgen.models.sharding import mesh_of, shard
 from rlgen.models.tiny import byte_tokenizer
@@ -47,7 +47,7 @@ def learn_together(own: Parts) -> None:
     for parameter in model.parameters():
         noise = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())) - 0.5
         gradient = parameter.detach().clone()
-        part(gradient).add_(part_like(noise, parameter))
+        part(gradient).add_(part_of_stored(noise, parameter))
         parameter.grad = gradient
     optimizer.step()
     optimizer.zero_grad()

@@ -22,7 +22,7 @@ from helpers.waiting import HANGS
 from torch import nn
 
 from rlgen.engines.transformers import TransformersEngine
-from rlgen.engines.vllm_compat import ELSEWHERE, INDISPENSABLE, open_llm
+from rlgen.engines.vllm_compat import ELSEWHERE, open_llm
 from rlgen.engines.vllm_weights import forget_expert_kernels, listen, stop_listening
 from rlgen.errors import EngineError, SetupError
 from rlgen.metrics import Metric
@@ -127,7 +127,7 @@ def test_what_vllm_does_not_serve_on_the_cpu_says_what_does(monkeypatch: pytest.
         raise NotImplementedError("MLA is not implemented\n  for CPU")
 
     vllm = SimpleNamespace(__version__="0.32.0", LLM=starting, EngineArgs=None)
-    arguments = dict.fromkeys(INDISPENSABLE, "model") | {"max_num_seqs": 2, "kv_cache_memory_bytes": 1 << 30}
+    arguments = {"model": "model", "max_num_seqs": 2, "kv_cache_memory_bytes": 1 << 30}
     vllm.EngineArgs = make_dataclass("EngineArgs", arguments)
     said = "vLLM 0.32.0 did not start on model: MLA is not implemented for CPU"
     with pytest.raises(EngineError) as caught:

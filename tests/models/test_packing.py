@@ -118,12 +118,8 @@ def test_models_that_cannot_be_packed_are_left_as_they_are(name: str, tmp_path: 
 
 
 def test_a_row_that_sees_another_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    together = packed_attention.attention
-
-    def leaking(*args: object, **kwargs: object) -> object:
-        return together(*args, **{**kwargs, "packed_rows": None})
-
-    monkeypatch.setitem(packed_attention.AttentionInterface._global_mapping, packed_attention.NAME, leaking)
+    mapping = packed_attention.AttentionInterface._global_mapping
+    monkeypatch.setitem(mapping, packed_attention.NAME, mapping["sdpa"])
     reason = Policy(tiny_model("qwen3"), torch.float32, True).pack(TEXTS)
     assert reason and "other hidden states" in reason
 

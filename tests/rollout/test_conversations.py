@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import OPENERS, open_server, tiny_model
+from helpers.engines import recoveries
 from helpers.samples import completion, request
 from helpers.scripted import Recorded, Scripted, dialogue, in_threads, reply_ids
 from helpers.slow import slow_but
@@ -113,7 +114,7 @@ def test_a_server_that_is_killed_among_conversations_changes_nothing() -> None:
     try:
         undisturbed = talk(opened, 0)[1]
         assert bits(talk(opened, 0, later=later)[1]) == bits(undisturbed)
-        assert killed and opened.recoveries == 1
+        assert killed and recoveries(opened) == 1
     finally:
         opened.close()
 

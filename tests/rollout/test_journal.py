@@ -46,7 +46,7 @@ from rlgen.types import (
     Span,
 )
 
-ABILITIES = EngineCapabilities(sleeps=False, submit=None, whole_step=False, elsewhere=False, in_flight=False)
+ABILITIES = EngineCapabilities()
 
 
 def test_log_probs_come_back_to_the_last_bit(tmp_path: Path) -> None:

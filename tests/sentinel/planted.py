@@ -154,7 +154,9 @@ def cache_not_emptied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     instead(vllm_compat, "vllm_prompts", lambda vllm_prompts, requests, salt: vllm_prompts(requests, "always the same"))(
         monkeypatch
     )
-    return instead(vllm_weights, "reset_prefix_cache", lambda *_: True)(monkeypatch)
+    with vllm_compat.process_kept_as_is():
+        vllm = vllm_compat.import_vllm()
+    return instead(vllm.LLM, "reset_prefix_cache", lambda *_: True)(monkeypatch)
 
 
 # The engine skips a sync and says so.

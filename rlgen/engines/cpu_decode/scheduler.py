@@ -60,10 +60,7 @@ class DecodeScheduler(Scheduler):
         super().__init__(*positional, **named)
         if self.vllm_config.additional_config.get(EXPERTS):
             self.aux_output_connector = AuxOutputSchedulerConnector()
-
-    @cached_property
-    def _held(self) -> dict[str, Held]:
-        return {}
+        self._held: dict[str, Held] = {}
 
     @cached_property
     def _plain(self) -> bool:
