@@ -48,7 +48,7 @@ def export_command(
     if push_to_hub is not None:
         check_repo(push_to_hub)
     check_files(checkpoint, hashes=True)
-    from rlgen.run.whole import whole_checkpoint
+    from rlgen.run.checkpoint import whole_checkpoint
 
     aside = out.with_name(f".writing_{out.name}")
     # Left by an export that was killed; nothing else uses this name.

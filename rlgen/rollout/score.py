@@ -21,43 +21,7 @@ def score(
     policy: Scored, samples: Sequence[Sample], distribution: Distribution, budget: int, processes: Processes
 ) -> list[Tensor]:
     """Returns the log-prob of each token, one [L] float32 tensor per sample, in their order, on the CPU; 0 where not sampled."""
-    return [logp_KL[0] for logp_KL in score_at(policy, samples, (distribution,), budget, processes)]
-
-
-def score_at(
-    policy: Scored, samples: Sequence[Sample], distributions: Sequence[Distribution], budget: int, processes: Processes
-) -> list[Tensor]:
-    """Returns log-probs under K distributions from one forward pass: one [K, L] tensor per sample, otherwise as `score`."""
-    return shared_out(samples, budget, processes, lambda batch: policy(batch, distributions).logp)
-
-
-def sure_of(
-    policy: Policy, samples: Sequence[Sample], distribution: Distribution, budget: int, processes: Processes
-) -> list[Tensor]:
-    """Returns `Truncation.sure` of each token: one [L] bool tensor per sample, otherwise as `score_at`."""
-
-    def compute(batch: MicroBatch) -> Tensor:
-        sure = policy(batch, (distribution,)).sure
-        return batch.mask[None] if sure is None else sure[None]
-
-    return [sure_1L[0] for sure_1L in shared_out(samples, budget, processes, compute)]
-
-
-def score_in(
-    policy: Policy,
-    samples: Sequence[Sample],
-    distributions: Sequence[Distribution],
-    budget: int,
-    processes: Processes,
-    held: torch.dtype,
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    """Returns what `Policy.scores_in` computes: one [2, K, L] tensor per sample, otherwise as `score_at`."""
-
-    found = shared_out(
-        samples, budget, processes, lambda batch: policy.scores_in(batch, distributions, held, dtype).flatten(0, 1)
-    )
-    return [scores.unflatten(0, (2, len(distributions))) for scores in found]
+    return [logp_KL[0] for logp_KL in shared_out(samples, budget, processes, lambda batch: policy(batch, (distribution,)).logp)]
 
 
 def shared_out(

@@ -16,10 +16,10 @@ from rlgen.processes import EngineShare, Processes
 from rlgen.rollout.batch import collate
 from rlgen.rollout.sample import rollout
 from rlgen.rollout.samples import Samples
-from rlgen.rollout.score import score, score_at, score_in, sure_of
+from rlgen.rollout.score import score, shared_out
 from rlgen.sentinel.bounds import ROUNDINGS, Bounds, Gap, Noise, engine_gap, where
 from rlgen.sentinel.sync import send_weights
-from rlgen.types import Distribution, Prompt, Sample, Sampling
+from rlgen.types import Distribution, MicroBatch, Prompt, Sample, Sampling
 
 PROMPTS = 8
 TOKENS = 64  # maximum length of a completion in check 1
@@ -45,7 +45,7 @@ class TrainerSide:
 
     def logp_at(self, samples: Sequence[Sample], distributions: Sequence[Distribution]) -> list[Tensor]:
         """Returns the log-probs of each sample under K distributions, [K, L] float32."""
-        return score_at(self.policy, samples, distributions, self.budget, self.processes)
+        return shared_out(samples, self.budget, self.processes, lambda batch: self.policy(batch, distributions).logp)
 
     def gap(self, samples: Sequence[Sample], distribution: Distribution) -> Gap:
         """Returns the gap between the trainer's log-probs of `samples` and those that the engine reported.
@@ -58,7 +58,13 @@ class TrainerSide:
         """Returns `Truncation.sure` of the tokens of each sample, [L] bool; None if the distribution is not truncated."""
         if not distribution.truncated:
             return None
-        return sure_of(self.policy, samples, distribution, self.budget, self.processes)
+
+        def compute(batch: MicroBatch) -> Tensor:
+            sure = self.policy(batch, (distribution,)).sure
+            assert sure is not None
+            return sure[None]
+
+        return [sure_1L[0] for sure_1L in shared_out(samples, self.budget, self.processes, compute)]
 
     def noise(self, samples: Sequence[Sample], distributions: Sequence[Distribution]) -> Noise | None:
         """Returns what rounding explains of a gap on these samples, the most over `distributions`; None if it cannot be measured.
@@ -67,17 +73,19 @@ class TrainerSide:
         """
         if self.engine_dtype is None or self.engine_holds is None:
             return None
-        own, distributions = self.policy.dtype, tuple(dict.fromkeys(distributions))
-        computed = self.engine_dtype if self.engine_dtype != own or self.engine_holds == FP8 else WIDER[own]
+        own, held, distributions = self.policy.dtype, self.engine_holds, tuple(dict.fromkeys(distributions))
+        computed = self.engine_dtype if self.engine_dtype != own or held == FP8 else WIDER[own]
+
+        def compute(batch: MicroBatch) -> Tensor:  # [2 * K, B, T]
+            return self.policy.scores_in(batch, distributions, held, computed).flatten(0, 1)
+
         try:
-            beside = score_in(
-                self.policy, samples, distributions, self.budget, self.processes, held=self.engine_holds, dtype=computed
-            )
+            found = shared_out(samples, self.budget, self.processes, compute)
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:  # architectures have code of their own
             if is_out_of_memory(error):
                 raise
             return None
-        logp = self.logp_at(samples, distributions)
+        beside, logp = [one.unflatten(0, (2, len(distributions))) for one in found], self.logp_at(samples, distributions)
         noise: Noise | None = None
         for k, distribution in enumerate(distributions):
             rounded = [(one[k].double() - other[0, k]).abs() + other[1, k] for one, other in zip(logp, beside, strict=True)]

@@ -17,10 +17,9 @@ from rlgen.models.load import WEIGHT_SHARDS, locate
 from rlgen.models.tiny import ARCHITECTURES, build_tiny
 from rlgen.models.weights import own_tensors
 from rlgen.processes import Processes
-from rlgen.run.checkpoint import Checkpoints, load_checkpoint
+from rlgen.run.checkpoint import Checkpoints, load_checkpoint, whole_checkpoint
 from rlgen.run.manifest import check_files, read_manifest
 from rlgen.run.state import save_shards
-from rlgen.run.whole import whole_checkpoint
 
 __all__ = ["nothing_is_left", "recipe"]
 BUCKET = 64 << 20  # bytes
