@@ -122,9 +122,6 @@ class Checkpoints:
         extra = self.pinned is not None and sum(step > self.pinned for step in steps) >= self.keep
         return min((step for step in steps if not (extra and step == self.pinned)), default=0)
 
-    def newest(self) -> int:
-        return max(self.folder.steps(), default=0)
-
     def choose(self, step: int | None = None) -> ChosenCheckpoint:
         """Returns the newest undamaged checkpoint, or that of `step`, to resume from. Deletes unfinished saves first.
 

@@ -139,11 +139,11 @@ def whole_shards(folder: Path) -> dict[str, Tensor]:
 def load_shards(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
     """Loads the optimizer's state from shards of any number of processes."""
     stored = sharded.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        for key in [key for key in stored if key.startswith(f"{name}/")]:
-            scalar = not getattr(stored[key], "size", ())
-            tensors[key] = torch.zeros(()) if scalar else torch.zeros_like(parameter, requires_grad=False)
+    parameters, tensors = dict(model.named_parameters()), dict[str, Tensor]()
+    for place, one in stored.items():
+        if (parameter := parameters.get(place.rpartition("/")[0])) is not None:
+            scalar = not getattr(one, "size", ())
+            tensors[place] = torch.zeros(()) if scalar else torch.zeros_like(parameter, requires_grad=False)
     read_shards(folder, tensors)
     place_optimizer(tensors, model, optimizer)
 

@@ -79,7 +79,7 @@ class Saver:
         """
         if self.checkpoints.complete(wait):
             self.processes.on_main(lambda: self.sampler.journal.drop(0, self.checkpoints.oldest()))
-            self.report.console.say(f"checkpoint: step {self.checkpoints.newest()} is saved")
+            self.report.console.say(f"checkpoint: step {max(self.checkpoints.folder.steps())} is saved")
 
     @property
     def pinned(self) -> int | None:
