@@ -7,6 +7,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,11 +36,11 @@ def private_files() -> Iterator[None]:
 
 
 @contextmanager
-def written(path: Path) -> Iterator[None]:
-    """Converts an OSError of the block, in which `path` is written, to a CheckpointError."""
+def written(path: Path, errors: tuple[type[BaseException], ...] = (OSError,)) -> Iterator[None]:
+    """Converts an OSError of the block, in which `path` is written, to a CheckpointError. `errors`: those that are converted."""
     try:
         yield
-    except OSError as error:
+    except errors as error:
         raise unwritable(path, error) from error
 
 
@@ -152,6 +153,14 @@ def flush_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def remove_path(path: Path) -> None:
+    """Removes a file, or a folder with its contents. Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def appears(path: Path, seconds: float = 10.0) -> bool:

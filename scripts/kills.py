@@ -28,7 +28,7 @@ from pathlib import Path
 import psutil
 
 from rlgen.rollout.frames import AnswerRecord, read_frames
-from rlgen.rollout.recorded import from_rollouts
+from rlgen.rollout.read import from_rollouts
 from rlgen.run.compare import Difference, checkpoint_differences, first_difference, metric_differences, rollout_differences
 
 ROOT = Path(__file__).parent.parent

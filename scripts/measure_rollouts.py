@@ -145,23 +145,8 @@ def measure(tokens: int, folder: Path, noise: float = 1e-6) -> dict[str, float]:
     read = seconds(lambda: read_rollouts(folder, 4))
 
     def answer() -> None:
-        for row in range(len(rollout.samples)):
-            s = rollout.samples[row]
-            request = Request(prompt_ids=s.prompt_ids, seed=s.seed)
-            journal.answered(
-                4,
-                s.group_id,
-                s.sample_index,
-                request,
-                SAMPLING,
-                Completion(
-                    token_ids=s.completion_ids,
-                    logp=s.sampler_logp,
-                    finish_reason="stop",
-                    spans=s.spans,
-                    prompt_ids=s.prompt_ids,
-                ),
-            )
+        for sample in rollout.samples:
+            journal.answered(4, sample, SAMPLING)
 
     journaled = seconds(answer)
     again = Journal.open(folder / "journal", 0, Processes.alone(), FACTS, [], print)

@@ -47,14 +47,14 @@ def measure(folder: Path, saves: int = SAVES, layers: int = 8) -> SaveTimes:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
-    checkpoints = Checkpoints(folder, 1, Processes.alone())
+    checkpoints = Checkpoints(folder, 1, Processes.alone(), tokenizer=tokenizer)
     held, whole = [], []
     for step in range(1, saves + 1):
         model(torch.randint(0, 256, (1, 8)), labels=torch.randint(0, 256, (1, 8))).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         began = time.perf_counter()
-        checkpoints.save(Position(step, step), model, tokenizer, optimizer, schedule)
+        checkpoints.save(Position(step, step), model, optimizer, schedule)
         held.append(time.perf_counter() - began)
         checkpoints.complete(wait=True)
         whole.append(time.perf_counter() - began)

@@ -59,7 +59,7 @@ def evaluate_target(
     logs.mkdir(parents=True, exist_ok=True)
     log_to(logs / "rlgen.log")  # keeps the libraries' log output out of the terminal
     from rlgen.models.load import WEIGHT_SHARDS
-    from rlgen.run.whole import whole_checkpoint
+    from rlgen.run.checkpoint import whole_checkpoint
     from rlgen.setup.evaluation import evaluate_model
 
     location = Path(target.model.path)

@@ -53,7 +53,7 @@ def export_command(
         except HFValidationError as error:
             raise UsageError(f"--push-to-hub: {error}") from error
     check_files(checkpoint, hashes=True)
-    from rlgen.run.whole import whole_checkpoint
+    from rlgen.run.checkpoint import whole_checkpoint
 
     aside = out.with_name(f".writing_{out.name}")
     # Left by an export that was killed; nothing else uses this name.

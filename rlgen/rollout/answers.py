@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlgen.errors import Fault, SentinelError
-from rlgen.types import Completion, LogProbs, Request, Sampling, mask_of, turns_of
+from rlgen.types import Completion, Request, Sampling, mask_of, turns_of
 
 ROUNDING = 1e-6  # a log-prob of a certain token may come out this much above 0
 
@@ -70,11 +70,6 @@ def check_ids(answers: Sequence[Completion], vocab_size: int | None) -> None:
                 f"answer {place} has the id {answer.token_ids[wrong][0]}, which is not in the vocabulary{size}: the engine"
                 " serves another model, or its answer was changed on the way",
             )
-
-
-def is_logp(logp: LogProbs) -> NDArray[np.bool_]:
-    """Returns which numbers can be the log-prob of an id that was sampled: finite, and not above 0 apart from rounding."""
-    return np.isfinite(logp) & (logp <= ROUNDING)
 
 
 def check_prompts(requests: Sequence[Request], answers: Sequence[Completion]) -> None:
@@ -154,7 +149,8 @@ def check_answer(place: int, answer: Completion, sampling: Sampling, joined: boo
 
 def check_sampled(place: int, answer: Completion, sampled: NDArray[np.bool_], wanted: str) -> None:
     """Raises SentinelError unless exactly the `sampled` ids [L] of an answer have log-probs, and there are some."""
-    ids, scored = answer.token_ids, is_logp(answer.logp)
+    ids = answer.token_ids
+    scored = np.isfinite(answer.logp) & (answer.logp <= ROUNDING)  # what can be the log-prob of an id that was sampled
     if not sampled.any() or not np.array_equal(scored, sampled) or not np.array_equal(np.isnan(answer.logp), ~sampled):
         raise SentinelError(
             Fault.MISSING_LOGPROBS,

@@ -112,44 +112,42 @@ def deal(
         once = sum(tokens * (1 + attention * tokens / 2) for tokens in of_prompt.values())
         return once + sum(tokens * (1 + attention * (prompt + tokens / 2)) for tokens, prompt in own)
 
-    def tokens(part: Sequence[Sequence[int]]) -> float:
-        return cost([row for unit in part for row in unit], attention=0.0)
-
     if world == 1:
         return [plan(units, lengths, budget, prompts)]
+
+    size = len(units[0])
 
     def passes(hands: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]]:
         most = max(len(plan(hand, lengths, budget, prompts)) for hand in hands)
         while True:  # every process waits for the slowest in each pass
-            divided = [balanced(hand, most, cost, prompts) if prompts else sliced(hand, most, cost) for hand in hands]
-            if all(len(part) < 2 or tokens(part) <= budget for mine in divided for part in mine):
+            # Without packing they are sorted by cost: neighbours need little padding.
+            divided = [
+                balanced(hand, most, cost, prompts) if prompts else neighbours(sorted(hand, key=cost), most, cost)
+                for hand in hands
+            ]
+            full = [[[row for unit in part for row in unit] for part in mine if part] for mine in divided]
+            if all(len(rows) <= size or cost(rows, attention=0.0) <= budget for mine in full for rows in mine):
                 break
             most += 1
-        full = [[[row for unit in part for row in unit] for part in mine if part] for mine in divided]
-        plans = [even(mine, most, len(units[0])) for mine in full]
+        plans = [even(mine, most, size) for mine in full]
         return [sorted(mine, key=lambda rows: -cost(rows)) for mine in plans]
 
     if prompts is not None:  # groups that stay in order stay, for the most part, in the process that has sampled them
-        found = passes([[units[place] for place in share] for share in neighbours(list(map(cost, units)), world)])
+        found = passes(neighbours(units, world, cost))
         costs = [[cost(rows) for rows in mine] for mine in found]
         if sum(map(max, zip(*costs, strict=True))) <= IN_ORDER * sum(map(sum, costs)) / world:
             return found
     return passes(balanced(units, world, cost, prompts))
 
 
-def sliced(units: Sequence[Sequence[int]], count: int, cost: Callable[[Sequence[int]], float]) -> list[list[Sequence[int]]]:
-    """Cuts units, sorted by cost, into `count` parts of about equal cost: neighbours need little padding."""
-    ordered = sorted(units, key=cost)
-    return [[ordered[place] for place in share] for share in neighbours(list(map(cost, ordered)), count)]
-
-
-def neighbours(costs: Sequence[float], count: int) -> list[list[int]]:
-    """Divides items into `count` shares of about equal cost, each of which follows the one before it."""
-    shares: list[list[int]] = [[] for _ in range(count)]
+def neighbours(units: Sequence[Sequence[int]], count: int, cost: Callable[[Sequence[int]], float]) -> list[list[Sequence[int]]]:
+    """Divides units into `count` shares of about equal cost, each of which follows the one before it."""
+    shares: list[list[Sequence[int]]] = [[] for _ in range(count)]
+    costs = list(map(cost, units))
     share, before = sum(costs) / count, 0.0
-    for place, cost in enumerate(costs):
-        shares[min(int((before + cost / 2) / share), count - 1)].append(place)
-        before += cost
+    for unit, own in zip(units, costs, strict=True):
+        shares[min(int((before + own / 2) / share), count - 1)].append(unit)
+        before += own
     return shares
 
 

@@ -8,10 +8,11 @@ import hashlib
 import json
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -235,33 +236,26 @@ class Clock:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._changed = threading.Condition()
-        self._due: deque[tuple[float, Callable[[], None]]] = deque()
-        self._running = self._closed = False
+        self._due: SimpleQueue[tuple[float, Callable[[], None]]] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._running, self._closed = False, threading.Event()
 
     def start(self, call: Callable[[], None]) -> None:
         """Calls `call` when the time has passed, unless `close` is called before."""
-        with self._changed:
-            self._due.append((time.monotonic() + self._seconds, call))
-            self._changed.notify_all()
+        self._due.put((time.monotonic() + self._seconds, call))
+        with self._lock:
             if not self._running:
                 self._running = True
                 threading.Thread(target=self._run, name="rlgen-replies", daemon=True).start()
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                if self._closed:
-                    return
-                left = self._due[0][0] - time.monotonic() if self._due else None
-                if left is None or left > 0:
-                    self._changed.wait(left)
-                    continue
-                _, call = self._due.popleft()
+            due, call = self._due.get()
+            if self._closed.wait(due - time.monotonic()):
+                return
             call()
 
     def close(self) -> None:
         """Cancels all calls that are not due yet."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._closed.set()
+        self._due.put((0.0, lambda: None))  # wakes the thread

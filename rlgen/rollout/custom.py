@@ -151,7 +151,8 @@ class Handle:
                     logp[start : start + length].view(np.int32) == answer.logp[:length].view(np.int32)
                 )
                 length = length if same.all() else int(same.argmin())
-                versions[start : start + length] = token_versions(answer)[:length]
+                for first, stop, version in answer.spans:
+                    versions[start + first : start + min(stop, length)] = version
         if (wrong := np.flatnonzero(sampled & (versions < 0))).size:
             at = int(wrong[0])
             raise SentinelError(
@@ -230,14 +231,6 @@ class CustomRollout:
         for place, completion in enumerate(found):
             finished(place, completion)
         return found
-
-
-def token_versions(answer: Completion) -> NDArray[np.int64]:
-    """Returns [L], the version of the weights that sampled each token."""
-    versions = np.full(len(answer.token_ids), -1, dtype=np.int64)
-    for start, stop, version in answer.spans:
-        versions[start:stop] = version
-    return versions
 
 
 def spans_of(versions: NDArray[np.int64]) -> tuple[Span, ...]:

@@ -8,9 +8,9 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field, replace
 from functools import partial
-from queue import SimpleQueue
 from typing import Any
 
 import pyarrow
@@ -157,16 +157,13 @@ def observed(rows: Rows, column: str, arena: EnvPool) -> Rows:
 
 def every(rows: Sequence[dict[str, Any]], ask: Callable[[dict[str, Any], Answered], None]) -> list[dict[str, Any] | Failed]:
     """Asks an arena about rows, all at once, and returns the answers. Raises RlgenError if it answers with one."""
-    came: SimpleQueue[tuple[int, dict[str, Any] | Failed | RlgenError]] = SimpleQueue()
-    for place, row in enumerate(rows):
-        ask(row, lambda answer, place=place: came.put((place, answer)))  # type: ignore[misc]
-    found: dict[int, dict[str, Any] | Failed] = {}
-    for _ in rows:
-        place, answer = came.get()
-        if isinstance(answer, RlgenError):
+    came: list[Future[dict[str, Any] | Failed | RlgenError]] = [Future() for _ in rows]
+    for row, one in zip(rows, came, strict=True):
+        ask(row, one.set_result)
+    for one in as_completed(came):
+        if isinstance(answer := one.result(), RlgenError):
             raise answer
-        found[place] = answer
-    return [found[place] for place in range(len(rows))]
+    return [answer for one in came if not isinstance(answer := one.result(), RlgenError)]
 
 
 def begin_of(columns: Mapping[str, Any], column: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from rlgen.files import append_bytes, read_bytes, written
-from rlgen.types import Completion, Experts, FinishReason, Ids, Prompt, Sample, Span
+from rlgen.types import Completion, FinishReason, Ids, Prompt, Sample, Span
 
 MAGIC = b"\xa7rlj"
 FIELDS, SEAL = struct.Struct("<4sII"), struct.Struct("<I")
@@ -51,6 +51,7 @@ class AnswerRecord(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
 
     def completion(self, prompt_ids: Ids) -> Completion:
         """Returns the answer as the engine gave it; `prompt_ids` are not stored and come from the request."""
+        width = len(self.experts) // max(1, prod(self.experts_shape))
         return Completion(
             token_ids=np.frombuffer(self.token_ids, dtype="<i4").astype(np.int32),
             logp=np.frombuffer(self.logp, dtype="<f4").astype(np.float32),
@@ -60,12 +61,8 @@ class AnswerRecord(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
             cached_tokens=self.cached_tokens,
             messages=self.messages,
             counts=self.counts,
-            experts=self.expert_ids(),
+            experts=np.frombuffer(self.experts, dtype="<u2" if width == 2 else "u1").reshape(self.experts_shape),
         )
-
-    def expert_ids(self) -> Experts:
-        width = len(self.experts) // max(1, prod(self.experts_shape))
-        return np.frombuffer(self.experts, dtype="<u2" if width == 2 else "u1").reshape(self.experts_shape)
 
 
 class Rewards(msgspec.Struct, frozen=True, array_like=True, tag="rewards"):

@@ -17,7 +17,6 @@ how many and why. A step is read on demand; each process reads its own rows from
 """
 
 import errno
-import shutil
 import sys
 import threading
 from collections import Counter
@@ -30,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from rlgen.engines.base import EngineInfo
-from rlgen.files import append_bytes, flush_to_disk, unwritable, written
+from rlgen.files import append_bytes, flush_to_disk, remove_path, unwritable, written
 from rlgen.processes import Processes
 from rlgen.rollout.frames import (
     AnswerRecord,
@@ -48,7 +47,10 @@ from rlgen.rollout.frames import (
     sound_lines,
 )
 from rlgen.rollout.parquet import Rollout, Stamp, parts_of, read_part, read_stamp
-from rlgen.types import Completion, Group, Request, Sample, Sampling
+from rlgen.rollout.read import processes_of
+from rlgen.rollout.sample import sample_of, sample_seed
+from rlgen.rollout.samples import Samples
+from rlgen.types import Completion, Group, Prompt, Request, Sample, Sampling
 
 Place = tuple[int, int]  # group id, sample index
 
@@ -68,7 +70,7 @@ class Journal:
     writes: bool = True  # the engine's answers; False: another process writes those of the engine that they share
     weights: dict[int, str] = field(default_factory=dict)  # digests by version
     begun: set[int] = field(default_factory=set)  # steps for which this process has written records
-    kept: set[int] = field(default_factory=set)  # steps whose rollouts lack some answers
+    kept: set[int] = field(default_factory=set)  # steps whose rollouts lack some samples, or experts: their files stay
     told: set[str] = field(default_factory=set)  # files whose damage was reported
     newest: dict[int, int] = field(default_factory=dict)  # by step, of `newest_version`
     started: int = 0  # the step of the last start that was written
@@ -147,27 +149,10 @@ class Journal:
                         mend(path)
                     append_bytes(path, sealed(start).encode(), False)
 
-    def answered(self, step: int, group_id: int, sample_index: int, request: Request, sampling: Sampling, c: Completion) -> None:
+    def answered(self, step: int, sample: Sample, sampling: Sampling) -> None:
         """Writes one answer of the engine to the journal of `step`, unless another process of the same engine does so."""
-        if not self.writes:
-            return
-        answer = AnswerRecord(
-            group_id=group_id,
-            sample_index=sample_index,
-            asked=asked_digest(c.prompt_ids, request.seed, digest(sampling)),  # the prompt that the engine reports
-            engine=self.engine,
-            weights={int(span.version): self.weights.get(span.version) for span in c.spans},
-            token_ids=c.token_ids.astype("<i4", copy=False).tobytes(),
-            logp=c.logp.astype("<f4", copy=False).tobytes(),
-            finish_reason=c.finish_reason,
-            spans=[(int(span.start), int(span.stop), int(span.version)) for span in c.spans],
-            cached_tokens=int(c.cached_tokens),
-            messages=c.messages,
-            counts=dict(c.counts),
-            experts=c.experts.tobytes(),
-            experts_shape=c.experts.shape,
-        )
-        self.append(step, answer)
+        if self.writes:
+            self.append(step, answer_of(sample, digest(sampling), self.engine, self.weights))
 
     def found(
         self, step: int, places: Sequence[Place], requests: Sequence[Request], sampling: Sampling, oldest: int
@@ -226,9 +211,10 @@ class Journal:
                 continue
             samples, stamp = found
             judge, columns = stamp["judge"], {**columns, **stamp["columns"]}
+            weights = {int(version): of for version, of in stamp["weights"].items()}
             for sample in samples:
                 if not stamp.get("experts"):  # those answers are in the journal alone
-                    yield answer_of(sample, stamp)
+                    yield answer_of(sample, stamp["sampling"], stamp["engine"], weights)
                 groups.setdefault(sample.group_id, []).append(sample)
         for group_id, own in groups.items():  # several processes may have trained the samples of a group
             own.sort(key=lambda sample: sample.sample_index)
@@ -311,10 +297,6 @@ class Journal:
         with self.lock:
             self.closed = True
 
-    def keep(self, step: int) -> None:
-        """Keeps the journal files of a step when its rollouts are on disk, because they lack some of its samples, or experts."""
-        self.kept.add(step)
-
     def stamp(self, rollout: Rollout, sampling: Sampling) -> Stamp:
         """Returns the metadata that `found` and `score` need in order to reuse the samples of a step from its rollout files."""
         versions = np.unique(rollout.samples.spans.values[:, 2]).tolist()
@@ -381,32 +363,80 @@ def is_start(path: Path) -> bool:
     return path.name.startswith("start_") and path.suffix == ".jsonl"
 
 
-def remove_path(path: Path) -> None:
-    """Removes a file, or a folder with its contents. Raises OSError."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def answer_of(sample: Sample, stamp: Stamp) -> AnswerRecord:
-    """Returns a sample of the rollouts as the answer that it was."""
+def answer_of(sample: Sample, sampling: str, engine: str, weights: Mapping[int, str | None]) -> AnswerRecord:
+    """Returns a sample as the engine's answer. `sampling`, `engine`, `weights`: digests, that of the weights by version."""
     return AnswerRecord(
         group_id=sample.group_id,
         sample_index=sample.sample_index,
-        asked=asked_digest(sample.prompt_ids, sample.seed, stamp["sampling"]),
-        engine=stamp["engine"],
-        weights={span.version: stamp["weights"].get(str(span.version)) for span in sample.spans},
-        token_ids=sample.completion_ids.tobytes(),
-        logp=sample.sampler_logp.tobytes(),
+        asked=asked_digest(sample.prompt_ids, sample.seed, sampling),
+        engine=engine,
+        weights={int(span.version): weights.get(span.version) for span in sample.spans},
+        token_ids=sample.completion_ids.astype("<i4", copy=False).tobytes(),
+        logp=sample.sampler_logp.astype("<f4", copy=False).tobytes(),
         finish_reason=sample.finish_reason,
-        spans=[(span.start, span.stop, span.version) for span in sample.spans],
-        cached_tokens=sample.cached_tokens,
+        spans=[(int(span.start), int(span.stop), int(span.version)) for span in sample.spans],
+        cached_tokens=int(sample.cached_tokens),
         messages=sample.messages,
         counts=dict(sample.counts),
+        experts=sample.experts.tobytes(),
+        experts_shape=sample.experts.shape,
     )
 
 
 def given_rewards(sample: Sample) -> dict[str, Any]:
     """Returns the fields of a sample that scoring fills in."""
     return {"rewards": dict(sample.rewards), "reward": sample.reward, "reward_errors": dict(sample.reward_errors)}
+
+
+def is_recorded(run: Path, step: int) -> bool:
+    """Returns whether files of a step are there; whether they are complete shows only when they are read."""
+    return bool(processes_of(run, step) or journal_of(run, step))
+
+
+def journal_of(run: Path, step: int) -> list[str]:
+    """Returns the names of the journal files with answers and rewards of a step."""
+    return sorted(file.name for file in (run / "journal").glob(f"step_{step:06d}.*"))
+
+
+def from_journal(
+    run: Path,
+    step: int,
+    labels: Sequence[str],
+    prompt_at: Callable[[int], Prompt],
+    sampling: Sampling,
+    run_seed: int,
+    oldest: int,
+    say: Callable[[str], None],
+) -> Samples:
+    """Returns the samples of a step whose answers and rewards are in the journal, ordered by group and by sample.
+
+    The journal lacks the prompts. It holds a step from its first answer until its rollouts are on disk; a step that
+    `rollouts.every` leaves out, until the oldest checkpoint is a later one. Writes nothing.
+
+    Args:
+        labels: names of the rewards.
+        prompt_at: returns the prompt at a position of the data's order.
+        oldest: weight version; samples of older weights were dropped.
+        say: receives what is damaged.
+    """
+    files = {step: journal_of(run, step)}
+    journal = Journal(folder=run / "journal", rank=0, engine="", judge="", say=say, files=files, closed=True)
+    answers: dict[int, dict[int, AnswerRecord]] = {}  # the newest ones, by group id and sample index
+    rewarded: dict[int, Sequence[Mapping[str, Any]]] = {}  # the newest ones, by group id
+    for record in journal.records(step):
+        if isinstance(record, AnswerRecord):
+            answers.setdefault(record.group_id, {})[record.sample_index] = record
+        else:
+            rewarded[record.group_id] = record.samples
+    with_these, samples = digest(sampling), []
+    for group_id in sorted(rewarded):
+        prompt = prompt_at(group_id)
+        every = [(one, one.completion(prompt.prompt_ids)) for _, one in sorted(answers.get(group_id, {}).items())]
+        own = [(answer, completion) for answer, completion in every if completion.weight_version >= oldest]
+        if len(own) != len(rewarded[group_id]):
+            continue  # the caller sees that samples are missing
+        for (answer, completion), given in zip(own, rewarded[group_id], strict=True):
+            seed = sample_seed(run_seed, group_id, answer.sample_index)
+            if answer.asked == asked_digest(prompt.prompt_ids, seed, with_these):  # else the data or the tokenizer have changed
+                samples.append(replace(sample_of(prompt, answer.sample_index, seed, completion, text=""), **given))
+    return Samples.of(samples, labels)

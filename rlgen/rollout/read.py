@@ -4,17 +4,28 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlgen.errors import CheckpointError
-from rlgen.rollout.parquet import UNREADABLE, as_json, parts_of
+from rlgen.rollout.parquet import UNREADABLE, as_json, parts_of, read_part
+from rlgen.rollout.samples import Samples
 
 
 def rollout_steps(folder: Path) -> list[int]:
     """Returns the steps whose rollouts are in a folder, in ascending order."""
     names = (path.name.removeprefix("step_").removesuffix(".parquet") for path in folder.glob("step_*.parquet"))
     return sorted(int(name) for name in names if name.isdecimal())
+
+
+def rollouts_of(run: Path, step: int) -> Path:
+    return run / "rollouts" / f"step_{step:06d}.parquet"
+
+
+def processes_of(run: Path, step: int) -> int:
+    """Returns how many processes have written the rollouts of a step; 0: they are not there."""
+    return len(parts_of(rollouts_of(run, step)))
 
 
 def read_rollouts(place: Path, step: int | None = None, columns: Sequence[str] | None = None) -> pa.Table:
@@ -26,7 +37,7 @@ def read_rollouts(place: Path, step: int | None = None, columns: Sequence[str] |
         place: a run's folder; or, without a step, the file or folder of one step.
         columns: names of the columns to read, as far as the files have them; None: all.
     """
-    path = place if step is None else place / "rollouts" / f"step_{step:06d}.parquet"
+    path = place if step is None else rollouts_of(place, step)
     tables = []
     for part in parts_of(path):
         try:
@@ -44,6 +55,22 @@ def read_rollouts(place: Path, step: int | None = None, columns: Sequence[str] |
         return tables[0]  # rows of one file are in order already
     joined = pa.concat_tables(as_one_kind(tables), promote_options="permissive")
     return joined.sort_by([("group_id", "ascending"), ("sample_index", "ascending")])
+
+
+def from_rollouts(run: Path, step: int, rank: int | None = None) -> Samples | None:
+    """Returns the samples of a step, ordered by group and by sample; None if its rollouts are missing or damaged.
+
+    None, too, if the step was trained with experts of the engine (`model.route_replay`), which only the journal has.
+
+    Args:
+        rank: of the process whose samples are returned; None: those of all.
+    """
+    parts = [read_part(part) for part in parts_of(rollouts_of(run, step))[rank : None if rank is None else rank + 1]]
+    found = [part[0] for part in parts if part is not None]
+    if not found or len(found) < len(parts) or any(part[1].get("experts") for part in parts if part is not None):
+        return None
+    samples = Samples.join(found)
+    return samples.take(np.lexsort((samples.sample_index, samples.group_id)))
 
 
 def metadata_of(part: Path) -> pq.FileMetaData:

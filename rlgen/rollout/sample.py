@@ -75,7 +75,8 @@ def build_groups(
     places = in_request_order(prompts, len(requests) // max(1, len(prompts)))
     samples: dict[int, list[Sample]] = {prompt.position: [] for prompt in prompts}
     for (prompt, index), request, completion in zip(places, requests, completions, strict=True):
-        text = completion_text(tokenizer, completion, sampling.stop_ids)
+        last = last_turn(completion.token_ids, completion.spans, sampling.stop_ids)
+        text = tokenizer.decode(last, skip_special_tokens=True)  # for rewards and people
         ended = sampling.regex is not None or int(completion.token_ids[-1]) in sampling.stop_ids
         if sampling.stop and completion.finish_reason == "stop" and not ended and not any(one in text for one in sampling.stop):
             raise SentinelError(
@@ -109,26 +110,22 @@ def sample_of(prompt: Prompt, index: int, seed: int, completion: Completion, tex
     )
 
 
-def completion_text(tokenizer: PreTrainedTokenizerBase, completion: Completion, stop_ids: Sequence[int]) -> str:
-    """Decodes the last turn of a completion for rewards and people, without its stop token and without special tokens."""
-    return tokenizer.decode(last_turn(completion.token_ids, completion.spans, stop_ids), skip_special_tokens=True)
-
-
 def turns_apart(sample: Sample) -> list[Sample]:
     """Returns each turn of a completion as a sample of its own: what comes before it is its prompt, and all of it was sampled."""
-    before = np.concatenate([sample.prompt_ids, sample.completion_ids], dtype=np.int32)
+    return [part_of_sample(sample, start, stop) for start, stop in turns_of(sample.spans)]
+
+
+def part_of_sample(sample: Sample, start: int, stop: int) -> Sample:
+    """Returns a part of a completion as a sample of its own: what comes before it is its prompt."""
     first = len(sample.prompt_ids)
-    return [
-        replace(
-            sample,
-            prompt_ids=before[: first + start],
-            completion_ids=sample.completion_ids[start:stop],
-            sampler_logp=sample.sampler_logp[start:stop],
-            experts=sample.experts[: first + stop - 1],
-            spans=tuple(Span(s.start - start, s.stop - start, s.version) for s in sample.spans if start <= s.start < stop),
-        )
-        for start, stop in turns_of(sample.spans)
-    ]
+    return replace(
+        sample,
+        prompt_ids=np.concatenate([sample.prompt_ids, sample.completion_ids[:start]], dtype=np.int32),
+        completion_ids=sample.completion_ids[start:stop],
+        sampler_logp=sample.sampler_logp[start:stop],
+        experts=sample.experts[: first + stop - 1],
+        spans=tuple(Span(s.start - start, min(s.stop, stop) - start, s.version) for s in sample.spans if start <= s.start < stop),
+    )
 
 
 def last_turn(ids: Ids, spans: Sequence[Span], stop_ids: Sequence[int]) -> Ids:

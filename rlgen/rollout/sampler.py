@@ -12,7 +12,7 @@ from rlgen.rollout.answers import check_answers
 from rlgen.rollout.conversations import Conversations, Dialogue
 from rlgen.rollout.custom import CustomRollout
 from rlgen.rollout.journal import Journal
-from rlgen.rollout.sample import build_groups, in_request_order, requests_for
+from rlgen.rollout.sample import build_groups, in_request_order, requests_for, sample_of
 from rlgen.types import Completion, Group, Prompt, Request, Sampling
 
 
@@ -57,7 +57,9 @@ class StepCall:
         which, index = divmod(place, size)
         prompt = self.prompts[which]
         if place not in self.found:
-            self.journal.answered(self.step, prompt.position, index, self.requests[place], self.sampling, completion)
+            sample = sample_of(prompt, index, self.requests[place].seed, completion, text="")
+            # With the prompt that the engine reports: an answer to another one must not be reused.
+            self.journal.answered(self.step, replace(sample, prompt_ids=completion.prompt_ids), self.sampling)
         if self.prompt_answered is not None:
             self._arrived[place] = completion
             group = range(which * size, (which + 1) * size)
@@ -65,20 +67,10 @@ class StepCall:
                 answers = [self._arrived.pop(one) for one in group]
                 self.prompt_answered(self, prompt, [self.requests[one] for one in group], answers)
 
-    def completions(self, answers: Sequence[Completion]) -> list[Completion]:
-        """Returns the completions of all requests: the engine's `answers`, and those of the journal, which win."""
-        of_place = {**dict(zip(self.asked, answers, strict=True)), **self.found}
-        return [of_place[place] for place in range(len(self.requests))]
 
-
-MakeCall = Callable[
-    [int, Sequence[Prompt], int], StepCall
-]  # of a step, its prompts, and the oldest version that may have sampled
-
-
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ahead:
-    """The calls to the engine for steps that are not trained yet.
+    """How the engine is called for steps that are not trained yet.
 
     The prompts of step s + `steps` go to the engine as soon as the answers of step s are back. They are then sampled by the
     weights that step s starts from, `steps` versions older than the weights they train, or by newer ones, which the engine gets
@@ -95,56 +87,6 @@ class Ahead:
     steps: int  # whose requests may be under way while one trains; with 2 and more `in_flight` must hold
     max_staleness: int  # versions; samples with an older token are dropped
     in_flight: bool  # weights may change while requests are being decoded
-    journal: Journal
-    pending: dict[int, tuple[StepCall, Pending | None]] = field(default_factory=dict)  # None: the journal has all answers
-
-    def take(self, step: int, make_call: MakeCall) -> tuple[StepCall, Sequence[Completion]]:
-        """Waits for the call of `step`, and submits those after it. Returns it with the engine's answers. Raises its error."""
-        version = step - 1
-        if step not in self.pending:
-            self.submit(step, make_call)
-            if step > 1 and not self.in_flight and (late := len(self.pending[step][0].asked)):
-                self.journal.say(
-                    f"journal: {late} answers of step {step} are missing: weights of version {version} sample them, not earlier"
-                    " ones as in an uninterrupted run"
-                )
-        self.fill(range(step + 1, step + self.steps), version, make_call)
-        call, pending = self.pending[step]
-        answers = call.sampled(pending.result) if pending is not None else []
-        del self.pending[step]  # not earlier: an interrupt during the wait saves a checkpoint, which needs the pending call
-        self.fill(range(step + 1, step + 1 + self.steps), version, make_call)
-        return call, answers
-
-    def fill(self, steps: Iterable[int], version: int, make_call: MakeCall) -> None:
-        """Submits those of `steps` that are not under way, and have no journal answers from weights newer than `version`."""
-        for step in steps:
-            if step not in self.pending and self.journal.newest_version(step) <= version:
-                self.submit(step, make_call)
-
-    def submit(self, step: int, make_call: MakeCall) -> None:
-        """Submits the requests of `step` to the engine, which answers in the background; does nothing after the last step."""
-        if prompts := self.prompts_of(step):
-            call = make_call(step, prompts, 0)
-            self.pending[step] = call, self.submit_to(call.to_engine, call.sampling, *call.hooks) if call.asked else None
-
-    def drain(self) -> None:
-        """Waits for the submitted requests. An error is not raised here but in `take`."""
-        for _, pending in self.pending.values():
-            if pending is not None:
-                pending.exception()
-
-    def flush(self, done: int) -> None:
-        """Waits until the journal holds all answers for step `done` + 1, and flushes it.
-
-        Older weights sampled these answers, so they cannot be sampled again after a resume. Requests to the weights that the
-        checkpoint contains can be repeated. Nothing is waited for if the weights change under the requests (`in_flight`): there
-        are always some under way, and which weights sample an answer depends on timing in any case.
-        """
-        _, pending = self.pending.get(done + 1, (None, None))
-        if pending is not None and not self.in_flight:
-            pending.exception()
-        for step in range(done + 1, done + 1 + self.steps):
-            self.journal.flush(step)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -165,6 +107,8 @@ class Sampler:
     dialogue: Dialogue | None = None  # how conversations of several turns are led; None: a completion is one turn
     custom: CustomRollout | None = None  # the user's own sampler, which sends the requests of a step itself
     interruptible: bool = False  # another thread may call `give_up`
+    # Calls to the engine for steps that are not trained yet, by step. None: the journal has all answers.
+    pending: dict[int, tuple[StepCall, Pending | None]] = field(default_factory=dict)
     joining: FollowUpQueue | None = None  # of the running call to the engine, by which it can be given up
     given_up: BaseException | None = None
 
@@ -179,11 +123,40 @@ class Sampler:
         if self.ahead is None:
             call = self.call(step, prompts, oldest=step - 1)
             return self.answered(call, self.generate(call) if call.asked else []), 0
-        call, answers = self.ahead.take(step, self.call)
+        call, answers = self.take(self.ahead, step)
         groups, dropped = without_stale(self.answered(call, answers), step - 1 - self.ahead.max_staleness)
         if dropped:
-            self.journal.keep(step)
+            self.journal.kept.add(step)
         return groups, dropped
+
+    def take(self, ahead: Ahead, step: int) -> tuple[StepCall, Sequence[Completion]]:
+        """Waits for the call of `step`, and submits those after it. Returns it with the engine's answers. Raises its error."""
+        version = step - 1
+        if step not in self.pending:
+            self.submit(ahead, step)
+            if step > 1 and not ahead.in_flight and (late := len(self.pending[step][0].asked)):
+                self.journal.say(
+                    f"journal: {late} answers of step {step} are missing: weights of version {version} sample them, not earlier"
+                    " ones as in an uninterrupted run"
+                )
+        self.fill(ahead, range(step + 1, step + ahead.steps), version)
+        call, pending = self.pending[step]
+        answers = call.sampled(pending.result) if pending is not None else []
+        del self.pending[step]  # not earlier: an interrupt during the wait saves a checkpoint, which needs the pending call
+        self.fill(ahead, range(step + 1, step + 1 + ahead.steps), version)
+        return call, answers
+
+    def fill(self, ahead: Ahead, steps: Iterable[int], version: int) -> None:
+        """Submits those of `steps` that are not under way, and have no journal answers from weights newer than `version`."""
+        for step in steps:
+            if step not in self.pending and self.journal.newest_version(step) <= version:
+                self.submit(ahead, step)
+
+    def submit(self, ahead: Ahead, step: int) -> None:
+        """Submits the requests of `step` to the engine, which answers in the background; does nothing after the last step."""
+        if prompts := ahead.prompts_of(step):
+            call = self.call(step, prompts, oldest=0)
+            self.pending[step] = call, ahead.submit_to(call.to_engine, self.sampling, *call.hooks) if call.asked else None
 
     def call(self, step: int, prompts: Sequence[Prompt], oldest: int) -> StepCall:
         """Builds the requests of `step`. Weights from version `oldest` on may have sampled the answers of the journal."""
@@ -227,9 +200,10 @@ class Sampler:
         """Builds the groups of a call from the engine's answers and those of the journal, which it checks in the same way."""
         self.check(call, call.to_engine, answers)
         self.check(call, [call.requests[place] for place in call.found], list(call.found.values()))
-        completions = call.completions(answers)
+        of_place = {**dict(zip(call.asked, answers, strict=True)), **call.found}  # answers of the journal win
+        completions = [of_place[place] for place in range(len(call.requests))]
         if any(len(completion.experts) for completion in completions):
-            self.journal.keep(call.step)  # rollouts have no experts
+            self.journal.kept.add(call.step)  # rollouts have no experts
         return build_groups(call.prompts, call.requests, completions, self.sampling, self.tokenizer)
 
     def check(self, call: StepCall, requests: Sequence[Request], answers: Sequence[Completion]) -> None:
@@ -253,19 +227,27 @@ class Sampler:
     def before_sync(self) -> None:
         """Waits for the submitted requests, unless the weights may change while they are decoded."""
         if self.ahead is not None and not self.ahead.in_flight:
-            self.ahead.drain()
+            self.drain()
 
     def drain(self) -> None:
         """Waits for the submitted requests. An error is not raised here but in `groups`, which takes the answers."""
-        if self.ahead is not None:
-            self.ahead.drain()
+        for _, pending in self.pending.values():
+            if pending is not None:
+                pending.exception()
 
     def flush_pending(self, done: int) -> None:
-        """Flushes the journal of what follows step `done`; called before the checkpoint of `done`. Waits as `Ahead.flush`."""
-        if self.ahead is None:
-            self.journal.flush(done + 1)
-        else:
-            self.ahead.flush(done)
+        """Flushes the journal of what follows step `done`; called before the checkpoint of `done`.
+
+        Waits until it holds all answers for step `done` + 1. Older weights sampled these answers, so they cannot be sampled again
+        after a resume. Requests to the weights that the checkpoint contains can be repeated. Nothing is waited for if the weights
+        change under the requests (`in_flight`): there are always some under way, and which weights sample an answer depends on
+        timing in any case.
+        """
+        _, pending = self.pending.get(done + 1, (None, None))
+        if pending is not None and self.ahead is not None and not self.ahead.in_flight:
+            pending.exception()
+        for step in range(done + 1, done + 1 + (1 if self.ahead is None else self.ahead.steps)):
+            self.journal.flush(step)
 
 
 def without_stale(groups: Sequence[Group], oldest: int) -> tuple[list[Group], int]:

@@ -21,7 +21,7 @@ def score(
     policy: Scored, samples: Sequence[Sample], distribution: Distribution, budget: int, processes: Processes
 ) -> list[Tensor]:
     """Returns the log-prob of each token, one [L] float32 tensor per sample, in their order, on the CPU; 0 where not sampled."""
-    return [logp_1L[0] for logp_1L in shared_out(samples, budget, processes, lambda batch: policy(batch, (distribution,)).logp)]
+    return [logp_KL[0] for logp_KL in shared_out(samples, budget, processes, lambda batch: policy(batch, (distribution,)).logp)]
 
 
 def shared_out(

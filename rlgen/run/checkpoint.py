@@ -22,23 +22,33 @@ hash, by each process a share of the files. No file here is a pickle.
 """
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
 
-from rlgen.errors import CheckpointError
+from rlgen.errors import CheckpointError, DamagedCheckpoint, UsageError
 from rlgen.files import appears, read_json
-from rlgen.models.load import WEIGHT_SHARDS
+from rlgen.models.load import WEIGHT_SHARDS, load_config
 from rlgen.models.lora import is_adapted, load_adapter
+from rlgen.models.vision import reads_images
 from rlgen.models.weights import base_digest, non_finite, own_tensors
 from rlgen.processes import Processes
 from rlgen.run.checkpoint_folder import CheckpointFolder, ChosenCheckpoint
@@ -46,19 +56,16 @@ from rlgen.run.clock import PhaseClock
 from rlgen.run.manifest import NAME, changed_facts, check_files, read_manifest
 from rlgen.run.state import (
     OPTIMIZER_SHARDS,
-    Room,
     load_model_weights,
     load_optimizer,
     load_shards,
     model_facts,
-    optimizer_tensors,
     random_tensors,
     read_shards,
     seed_random,
     set_random,
     stored_tensors,
-    trained_tensors,
-    written_here,
+    whole_shards,
 )
 from rlgen.run.writing import Writer, random_name
 from rlgen.types import Position
@@ -93,10 +100,14 @@ class Checkpoints:
     held: str | None = None  # digest of this process's shards of the frozen weights; None: they are not sharded
     pinned: int | None = None  # step of the checkpoint that is not removed, which changes in the course of a run; None: none
     tokenizer: PreTrainedTokenizerBase | None = None
-    processor: ProcessorMixin | None = None
-    _room: Room = field(default_factory=Room)
+    processor: ProcessorMixin | None = None  # of a model that reads images
+    room: dict[str, Tensor] = field(default_factory=dict)  # see `copied`
     _writer: Writer | None = None  # of the save that is going on
     _longest: float = 0.0  # seconds
+
+    def __post_init__(self) -> None:
+        # The loop keeps using its own while a thread saves these.
+        self.tokenizer, self.processor = deepcopy(self.tokenizer), deepcopy(self.processor)
 
     @property
     def folder(self) -> CheckpointFolder:
@@ -111,48 +122,58 @@ class Checkpoints:
         extra = self.pinned is not None and sum(step > self.pinned for step in steps) >= self.keep
         return min((step for step in steps if not (extra and step == self.pinned)), default=0)
 
-    def newest(self) -> int:
-        return max(self.folder.steps(), default=0)
-
     def choose(self, step: int | None = None) -> ChosenCheckpoint:
-        """Returns the checkpoint to resume from, see `CheckpointFolder.choose`. Each process reads a share of the files.
+        """Returns the newest undamaged checkpoint, or that of `step`, to resume from. Deletes unfinished saves first.
 
-        Deletes unfinished saves first. Raises CheckpointError if it has values that are not finite. That is no damage: whether to
-        resume from an older checkpoint is the user's decision.
+        Compares every byte of it with its SHA-256: each process reads a share of the files. The step is 0 if there is no
+        checkpoint at all and `step` is None. Raises UsageError if there is none of `step`, and DamagedCheckpoint if that one, or
+        all, are damaged; CheckpointError if it has values that are not finite. That is no damage: whether to resume from an
+        older checkpoint is the user's decision.
         """
-        processes = self.processes
-        share = processes.rank, processes.world
+        self.processes.on_main(self.folder.sweep, keepalive=True)
+        found = self.processes.on_main(self.folder.steps)
+        if step is not None and step not in found:
+            there = ", ".join(map(str, found)) or "none"
+            raise UsageError(f"--resume-step {step}: {self.root} has no checkpoint of that step; there are: {there}")
+        damaged: list[str] = []
+        for number in [step] if step is not None else reversed(found):
+            try:
+                self.processes.run_all(partial(self._compare, found[number]), keepalive=True)
+            except DamagedCheckpoint as error:
+                damaged.append(str(error))
+                continue
+            self.processes.run_all(partial(self._check_finite, number, found), keepalive=True)
+            later = tuple(path for other, path in found.items() if other > number)
+            notices = tuple(f"DAMAGED CHECKPOINT: {text}; resuming from step {number} instead" for text in damaged)
+            return ChosenCheckpoint(step=number, path=found[number], later=later, notices=notices)
+        if damaged:
+            raise DamagedCheckpoint(
+                "no good checkpoint to resume from: " + "; ".join(damaged) + ". Restore the files, name another checkpoint with"
+                " --resume-step, or start again with --clean"
+            )
+        return ChosenCheckpoint(step=0, path=None, later=(), notices=())
 
-        def same_bytes(path: Path) -> None:
-            if not processes.is_main:  # to which a network file system may show it earlier
-                appears(path / NAME)
-            check_files(path, True, *share)
+    def _compare(self, path: Path) -> None:
+        """Compares this process's share of the files of a checkpoint with their hashes. Raises as `check_files`."""
+        if not self.processes.is_main:  # to which a network file system may show it earlier
+            appears(path / NAME)
+        check_files(path, True, self.processes.rank, self.processes.world)
 
-        def finite() -> None:
-            if choice.path is not None and (name := non_finite(stored_tensors(choice.path, *share))):
-                earlier = ", ".join(str(one) for one in found if one < choice.step)
-                advice = (
-                    f"resume from an earlier checkpoint with --resume-step: {earlier}" if earlier else "start again with --clean"
-                )
-                raise CheckpointError(
-                    f"{choice.path}: {name} has values that are not finite: the run had diverged when it was saved; {advice}"
-                )
-
-        processes.on_main(self.folder.sweep, keepalive=True)
-        found = processes.on_main(self.folder.steps)
-        choice = self.folder.choose(step, found, lambda path: processes.run_all(partial(same_bytes, path), keepalive=True))
-        processes.run_all(finite, keepalive=True)
-        return choice
+    def _check_finite(self, step: int, found: Mapping[int, Path]) -> None:
+        if name := non_finite(stored_tensors(found[step], self.processes.rank, self.processes.world)):
+            earlier = ", ".join(str(one) for one in found if one < step)
+            advice = f"resume from an earlier checkpoint with --resume-step: {earlier}" if earlier else "start again with --clean"
+            raise CheckpointError(
+                f"{found[step]}: {name} has values that are not finite: the run had diverged when it was saved; {advice}"
+            )
 
     def save(
         self,
         at: Position,
         model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
         optimizer: Optimizer,
         schedule: LRScheduler,
         settle: Callable[[], None] = lambda: None,
-        processor: ProcessorMixin | None = None,
     ) -> Path:
         """Starts to save in a thread, and returns the final path. `complete` tells when it is written.
 
@@ -162,11 +183,9 @@ class Checkpoints:
         Args:
             settle: called in the main process, in the writing thread, before the checkpoint is complete. It must return only when
                 everything that the checkpoint relies on is on disk.
-            processor: of a model that reads images.
         """
         self.complete(wait=True)  # only one checkpoint is written at a time
         clock, processes = PhaseClock(), self.processes
-        moments = optimizer_tensors(model, optimizer)
         draws = processes.gather([random_tensors()])
         processes.on_main(partial(self.folder.begin, at.step))
         self._writer = processes.run_all(
@@ -176,17 +195,11 @@ class Checkpoints:
                 at=at,
                 schedule=deepcopy(schedule.state_dict()),
                 draws=draws,
-                room=self._room,
-                weights=written_here(trained_tensors(model), processes.is_main),
-                moments=written_here(moments, processes.is_main),
                 optimizer=optimizer,
                 settle=settle,
                 clock=clock,
             )
         )
-        if self.tokenizer is None:
-            self.tokenizer = deepcopy(tokenizer)  # the loop keeps using its own while the thread saves this one
-            self.processor = deepcopy(processor)
         self._writer.start()
         return self._writer.final
 
@@ -200,7 +213,7 @@ class Checkpoints:
         if writer is None:
             return False
         while True:
-            ends = self.processes.gather([(writer.ended, writer.error is not None)])
+            ends = self.processes.gather([(writer.ended.is_set(), writer.error is not None)])
             failed = any(error for _, error in ends)
             if failed or all(ended for ended, _ in ends):
                 break
@@ -212,9 +225,9 @@ class Checkpoints:
         try:
             self.processes.run_all(writer.result, keepalive=True)
         finally:
-            if writer.ended:
+            if writer.ended.is_set():
                 self._writer = None
-                writer.release()
+                writer.hook.remove()
         self._longest = max(self._longest, writer.elapsed)
         return True
 
@@ -298,3 +311,24 @@ def check_fit(path: Path, model: PreTrainedModel, trainer: str | None) -> None:
         raise CheckpointError(f"{path} is a checkpoint of another adapter: {'; '.join(other)}")
     if other := changed_facts(before, now):
         raise CheckpointError(f"{path} is a checkpoint of another model: {'; '.join(other)}")
+
+
+@contextmanager
+def whole_checkpoint(checkpoint: Path, folder: Path) -> Iterator[Path]:
+    """Yields a folder that `from_pretrained` opens: `checkpoint`, or, if its weights are in shards, `folder` with all of them.
+
+    `folder` is then written, and removed after the block. Holds the whole model in memory. Compares no hashes.
+    """
+    if not (checkpoint / WEIGHT_SHARDS).is_dir():
+        yield checkpoint
+        return
+    try:
+        config = load_config(str(checkpoint), None)
+        kind = AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
+        with torch.device("meta"):  # only names and layout are asked of it
+            model = kind.from_config(config, dtype=torch.float32)
+        model.save_pretrained(folder, state_dict=whole_shards(checkpoint / WEIGHT_SHARDS))
+        shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("state", NAME), dirs_exist_ok=True)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Lists, selects, rotates and removes the checkpoints in `checkpoints/`. At no moment is a run without a complete checkpoint.
+"""Lists, rotates and removes the checkpoints in `checkpoints/`. At no moment is a run without a complete checkpoint.
 
 step_000020/             a checkpoint; complete once it has this name and a manifest
 set_aside/step_000030/   a checkpoint that a run did not resume from: damaged, or later than the step that was asked for
@@ -7,12 +7,10 @@ set_aside/step_000030/   a checkpoint that a run did not resume from: damaged, o
 
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from rlgen.errors import CheckpointError, DamagedCheckpoint, UsageError
+from rlgen.errors import CheckpointError
 from rlgen.files import flush_to_disk, written
 from rlgen.run.manifest import check_files
 
@@ -63,39 +61,6 @@ class CheckpointFolder:
         except CheckpointError:
             return False
         return True
-
-    def choose(
-        self,
-        step: int | None,
-        found: dict[int, Path] | None = None,
-        check: Callable[[Path], object] | None = None,
-    ) -> ChosenCheckpoint:
-        """Returns the newest undamaged checkpoint, or that of `step`, after comparing every byte of it with its SHA-256.
-
-        Several processes pass `found`, the same `steps` to each, and a `check` that compares in all of them.
-        Returns `ChosenCheckpoint(step=0, path=None, ...)` if there is no checkpoint at all and `step` is None. Raises UsageError
-        if there is none of `step`, and DamagedCheckpoint if that one, or all, are damaged.
-        """
-        found = self.steps() if found is None else found
-        if step is not None and step not in found:
-            there = ", ".join(map(str, found)) or "none"
-            raise UsageError(f"--resume-step {step}: {self.root} has no checkpoint of that step; there are: {there}")
-        damaged: list[str] = []
-        for number in [step] if step is not None else reversed(found):
-            try:
-                (check or partial(check_files, hashes=True))(found[number])
-            except DamagedCheckpoint as error:
-                damaged.append(str(error))
-                continue
-            later = tuple(path for other, path in found.items() if other > number)
-            notices = tuple(f"DAMAGED CHECKPOINT: {text}; resuming from step {number} instead" for text in damaged)
-            return ChosenCheckpoint(step=number, path=found[number], later=later, notices=notices)
-        if damaged:
-            raise DamagedCheckpoint(
-                "no good checkpoint to resume from: " + "; ".join(damaged) + ". Restore the files, name another checkpoint with"
-                " --resume-step, or start again with --clean"
-            )
-        return ChosenCheckpoint(step=0, path=None, later=(), notices=())
 
     def rotate(self, keep: int, pinned: int | None = None) -> list[Path]:
         """Removes the checkpoints that are older than the `keep` newest complete ones, except `pinned`; returns their paths.

@@ -3,31 +3,21 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, TypeAlias
 
 from rlgen.metrics import Metric
 
-Phase: TypeAlias = Literal["generate", "reward", "train", "sync", "save", "eval"]
-TIMES: dict[Phase, Metric] = {
-    "generate": Metric.TIME_GENERATE,
-    "reward": Metric.TIME_REWARD,
-    "train": Metric.TIME_TRAIN,
-    "sync": Metric.TIME_SYNC,
-    "save": Metric.TIME_SAVE,
-    "eval": Metric.TIME_EVAL,
-}
 LAST = 50  # steps whose mean time predicts the remaining steps: enough to include several evaluations
 
 
 class PhaseClock:
-    """Counts seconds by phase. Phases do not overlap, so that their sum is at most the time of the step."""
+    """Counts seconds by phase, a metric. Phases do not overlap, so that their sum is at most the time of the step."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
-        self._phases: dict[Phase, float] = {}
+        self._phases: dict[Metric, float] = {}
 
     @contextmanager
-    def __call__(self, phase: Phase) -> Iterator[None]:
+    def __call__(self, phase: Metric) -> Iterator[None]:
         start = time.perf_counter()
         try:
             yield
@@ -40,8 +30,7 @@ class PhaseClock:
 
     def metrics(self) -> dict[str, float]:
         """Returns {"time/step": 1.2, "time/generate": 0.8, ...} in seconds."""
-        times: dict[str, float] = {TIMES[phase]: round(seconds, 6) for phase, seconds in self._phases.items()}
-        return {Metric.TIME_STEP: round(self.seconds, 6), **times}
+        return {phase: round(seconds, 6) for phase, seconds in {Metric.TIME_STEP: self.seconds, **self._phases}.items()}
 
 
 def remaining(seconds: Sequence[float], left: int) -> float | None:

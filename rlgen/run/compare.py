@@ -1,7 +1,6 @@
 """Compares two runs bit by bit: metrics, rollouts, weights, optimizer and random states."""
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -89,7 +88,7 @@ def unequal_row(left: pa.Table, right: pa.Table, name: str) -> int | None:
     ours, theirs = (side.select([name]).combine_chunks() for side in (left, right))
     if [one.serialize() for one in ours.to_batches()] == [one.serialize() for one in theirs.to_batches()]:
         return None
-    rows = zip(ours[name], theirs[name], strict=True)  # `repr` tells -0.0 from 0.0, and each other float from its neighbours
+    rows = zip(ours[name], theirs[name], strict=True)
     return next((row for row, (one, other) in enumerate(rows) if repr(one.as_py()) != repr(other.as_py())), None)
 
 
@@ -101,8 +100,9 @@ def record_differences(file: str, step: int, left: Any, right: Any) -> Iterator[
     for key in [*left, *(key for key in right if key not in left)]:
         if key in MEASURED or key.startswith("time/"):
             continue
-        if not same_value(left.get(key), right.get(key)) or (key in left) != (key in right):
-            yield Difference(file, step, key, left.get(key, THERE[False]), right.get(key, THERE[False]))
+        ours, theirs = (side.get(key, THERE[False]) for side in (left, right))
+        if repr(ours) != repr(theirs):  # it tells -0.0 from 0.0, 1 from 1.0, and each other float from its neighbours
+            yield Difference(file, step, key, ours, theirs)
 
 
 def checkpoint_differences(left: Path, right: Path) -> Iterator[Difference]:
@@ -123,25 +123,15 @@ def checkpoint_differences(left: Path, right: Path) -> Iterator[Difference]:
 
 def tensor_differences(file: str, step: int, left: Path, right: Path) -> Iterator[Difference]:
     ours, theirs = load_file(left), load_file(right)
-    for name in sorted(ours.keys() | theirs.keys()):
-        if name not in ours or name not in theirs:
-            yield Difference(file, step, name, THERE[name in ours], THERE[name in theirs])
-            continue
+    kinds = [{name: f"{one.dtype} {[*one.shape]}" for name, one in sorted(side.items())} for side in (ours, theirs)]
+    yield from record_differences(file, step, *kinds)
+    for name in [name for name, kind in kinds[0].items() if kinds[1].get(name) == kind]:
         a, b = ours[name], theirs[name]
-        if (a.dtype, a.shape) != (b.dtype, b.shape):
-            yield Difference(file, step, name, f"{a.dtype} {[*a.shape]}", f"{b.dtype} {[*b.shape]}")
-            continue
         unequal = (a.reshape(-1, 1).view(torch.uint8) != b.reshape(-1, 1).view(torch.uint8)).any(-1).nonzero()[:, 0].tolist()
         if unequal:
             at = unequal[0]
             key = f"{name}[{at}] ({len(unequal)} of {a.numel()} differ)"
             yield Difference(file, step, key, a.reshape(-1)[at].item(), b.reshape(-1)[at].item())
-
-
-def same_value(left: Any, right: Any) -> bool:
-    """Returns whether two values are equal and of one type. NaN equals NaN."""
-    both_nan = isinstance(left, float) and isinstance(right, float) and math.isnan(left) and math.isnan(right)
-    return both_nan or (left == right and type(left) is type(right))
 
 
 def shortened_repr(value: Any) -> str:

@@ -134,12 +134,9 @@ class Console(AbstractContextManager["Console"]):
     def step(self, record: Record, examples: Examples) -> None:
         """Prints a step and its evaluation, from its object in metrics.jsonl. `examples` returns completions of the step."""
         self.seconds.append(record[Metric.TIME_STEP])
-        self.say(step_line(record, self.steps, self.remaining(record[Metric.STEP])))
+        self.say(step_line(record, self.steps, remaining(self.seconds, self.steps - record[Metric.STEP])))
         if Metric.EVAL_REWARD_MEAN in record:
             self.evaluation(record)
-
-    def remaining(self, step: int) -> float | None:
-        return remaining(self.seconds, self.steps - step)
 
     def answer(self, text: str) -> None:
         """Prints a message from a signal handler. Bypasses all buffers, because the handler may interrupt any other print."""

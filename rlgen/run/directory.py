@@ -21,8 +21,8 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from rlgen.files import (
     open_plain,
     read_bytes,
     read_json,
+    remove_path,
     unwritable,
     write_json,
     write_text,
@@ -82,9 +83,7 @@ class RunDirectory:
         """
         with written(path):
             path.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as on_error:
-            directory = cls(path, _lock(path))
-            on_error.callback(directory.close)
+        with cls._locked(path) as directory:
             if not _untouched(path):
                 raise UsageError(
                     f"{path} already holds a run; go on with --resume, take another name with --set run.name=… or --run-dir, or"
@@ -96,7 +95,6 @@ class RunDirectory:
             with written(path):
                 if any(directory.logs.iterdir()):
                     directory.cut(0)
-            on_error.pop_all()
         return directory
 
     @classmethod
@@ -104,12 +102,20 @@ class RunDirectory:
         """Opens the directory of an earlier run, to resume it. Raises UsageError if there is none, or it is running."""
         if not (path / "resolved.yaml").is_file():
             raise UsageError(f"{path} holds no run to resume; leave --resume out to start one")
-        with ExitStack() as on_error:
-            directory = cls(path, _lock(path))
-            on_error.callback(directory.close)
+        with cls._locked(path) as directory:
             directory._prepare()
-            on_error.pop_all()
         return directory
+
+    @classmethod
+    @contextmanager
+    def _locked(cls, path: Path) -> Iterator["RunDirectory"]:
+        """Locks the directory, and frees it again if the block fails."""
+        directory = cls(path, _lock(path))
+        try:
+            yield directory
+        except BaseException:
+            directory.close()
+            raise
 
     @classmethod
     def join(cls, path: Path) -> "RunDirectory":
@@ -149,10 +155,7 @@ class RunDirectory:
                 names = sorted((found.name for found in path.iterdir()), key=lambda name: turn.get(name, 1))
                 # The lock file stays: without it another run could start here, and its files would be deleted, too.
                 for found in (path / name for name in names if name != LOCK):
-                    if found.is_dir() and not found.is_symlink():
-                        shutil.rmtree(found)
-                    else:
-                        found.unlink()
+                    remove_path(found)
         finally:
             os.close(lock)
 
@@ -349,11 +352,7 @@ def ended_as(error: BaseException | None) -> tuple[str, int]:
 
 def json_line(record: dict[str, Any]) -> str:
     """Returns `record` as one line of JSON, with null for NaN and infinity, which JSON does not have."""
-    try:
-        text = json.dumps(record, ensure_ascii=False, allow_nan=False)
-    except ValueError:
-        text = json.dumps(without_nonfinite(record), ensure_ascii=False, allow_nan=False)
-    return printable_json(text) + "\n"
+    return printable_json(json.dumps(without_nonfinite(record), ensure_ascii=False, allow_nan=False)) + "\n"
 
 
 def without_nonfinite(value: Any) -> Any:

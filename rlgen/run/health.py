@@ -8,6 +8,7 @@ alone, so that a resumed run, which reads them again, finds the same.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import ge, gt, le, lt
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from rlgen.errors import DivergedError
@@ -20,12 +21,7 @@ Record: TypeAlias = Mapping[str, Any]  # one object of metrics.jsonl
 Rows: TypeAlias = Mapping[str, tuple[float, ...]]  # by rule: the values of its last measured steps, newest last
 Side: TypeAlias = Literal["above", "at or above", "below", "at or below"]
 Measured: TypeAlias = Callable[[Record], float | None]  # None: not measured in this step
-BEYOND: dict[Side, Callable[[float, float], bool]] = {
-    "above": lambda value, threshold: value > threshold,
-    "at or above": lambda value, threshold: value >= threshold,
-    "below": lambda value, threshold: value < threshold,
-    "at or below": lambda value, threshold: value <= threshold,
-}
+BEYOND: dict[Side, Callable[[float, float], bool]] = {"above": gt, "at or above": ge, "below": lt, "at or below": le}
 SHOWN = 3  # number of values that are shown in a message
 MOSTLY = ("reward_std",)  # broken by most of the steps: an occasional step in which rewards differ does not help
 
@@ -39,16 +35,24 @@ class Sign(NamedTuple):
     remedy: str
 
 
+def measured(value: Metric | Measured, record: Record) -> float | None:
+    return value(record) if callable(value) else record.get(value)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """One health check: how to read its value from the metrics, which side of the threshold is wrong, and what to do about it."""
 
     name: str
     sign: Sign
-    value: Measured
+    whole: int | None  # of which the value is a share, at most 1; None: of nothing
     threshold: float
     steps: int
     action: Literal["warn", "stop", "checkpoint_and_stop"]
+
+    def value(self, record: Record) -> float | None:
+        found = measured(self.sign.value, record)
+        return found if found is None or self.whole is None else min(1.0, found / self.whole)
 
     def is_beyond(self, value: float) -> bool:
         return BEYOND[self.sign.side](value, self.threshold)
@@ -106,7 +110,7 @@ SIGNS = {
     "reward_failed": Sign("above", failed_rewards, "failed rewards of samples", "the first traceback is in the log"),
     "unscored": Sign(
         "at or above",
-        Metric.REWARD_UNSCORED,  # as a share of the samples of a step, see `value_of`
+        Metric.REWARD_UNSCORED,  # as a share of the samples of a step, see `Rule.whole`
         "share of samples without a reward",
         "a reward returned None, as a function without `return` does, or failed: try it with `rlgen rewards test`",
     ),
@@ -140,7 +144,7 @@ SIGNS = {
     ),
     "length": Sign(
         "above",
-        Metric.COMPLETIONS_MEAN_TOKENS,  # as a share of the limit, see `value_of`
+        Metric.COMPLETIONS_MEAN_TOKENS,  # as a share of the limit, see `Rule.whole`
         "mean length as a share of the limit",
         "read rollouts/: the reward may favour long answers",
     ),
@@ -163,7 +167,7 @@ def rules_of(recipe: Recipe) -> tuple[Rule, ...]:
         Rule(
             name=name,
             sign=SIGNS[name],
-            value=measured_value(SIGNS[name].value, wholes.get(name)),
+            whole=wholes.get(name),
             threshold=setting.threshold,
             steps=setting.steps,
             action=setting.action or recipe.health.action,
@@ -171,15 +175,6 @@ def rules_of(recipe: Recipe) -> tuple[Rule, ...]:
         for name, setting in recipe.health
         if isinstance(setting, HealthRule) and setting.action != "ignore" and f"health.{name}" not in useless
     )
-
-
-def measured_value(value: str | Measured, whole: int | None) -> Measured:
-    """Returns how the value of a rule follows from the metrics of a step. That of a share of `whole` is at most 1."""
-    if callable(value):
-        return value
-    if whole is None:
-        return lambda record: record.get(value)
-    return lambda record: None if record.get(value) is None else min(1.0, record[value] / whole)
 
 
 def rows_after(rows: Rows, rules: Iterable[Rule], record: Record) -> Rows:

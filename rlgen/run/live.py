@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple, TextIO
 
-from rich.cells import cell_len
 from rich.console import Console as RichConsole
 from rich.console import ConsoleOptions, RenderResult
 from rich.live import Live
@@ -18,7 +17,7 @@ from rich.text import Text
 from rlgen.metrics import Family, Metric
 from rlgen.recipe import Recipe
 from rlgen.redact import printable
-from rlgen.run.clock import as_clock
+from rlgen.run.clock import as_clock, remaining
 from rlgen.run.console import (
     Console,
     Example,
@@ -34,7 +33,7 @@ from rlgen.run.console import (
     takes_live_view,
     tokens_per_second,
 )
-from rlgen.run.health import Measured, clipped, ref_kl, rules_of
+from rlgen.run.health import Measured, clipped, measured, ref_kl, rules_of
 
 REFRESHES = 2  # a second
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -51,9 +50,6 @@ class Cell(NamedTuple):
     of: Metric | Measured
     form: str
     rule: str = ""  # of `health`, which says whether the number is well
-
-    def value(self, record: Record) -> float | None:
-        return self.of(record) if callable(self.of) else record.get(self.of)
 
 
 def share_of_step(metric: Metric) -> Measured:
@@ -151,7 +147,7 @@ class View:
 
     def group(self, name: str, width: int) -> Text:
         """Returns the line of a group: its numbers that were measured, and a colour and a `!` for those that are bad."""
-        found = [(cell, self.judged(cell)) for cell in GROUPS[name] if cell.value(self.last) is not None]
+        found = [(cell, self.judged(cell)) for cell in GROUPS[name] if measured(cell.of, self.last) is not None]
         kept, room = [], width - LABEL
         for cell, (text, _) in sorted(found, key=lambda one: one[1][1] != BAD):  # what is bad first
             if room >= len(text):
@@ -162,15 +158,15 @@ class View:
 
     def judged(self, cell: Cell) -> tuple[str, str]:
         """Returns a number with its label, and its style: bad if its rule is broken, doubtful if only this step is beyond it."""
-        value, rule = cell.value(self.last), self.rules.get(cell.rule)
+        value, rule = measured(cell.of, self.last), self.rules.get(cell.rule)
         assert value is not None
         text = f"{cell.label} {in_thousands(value) if cell.form == 'k' else number_text(value, cell.form)}"
         if self.last.get(Family.HEALTH.of(cell.rule)):
             return f"! {text}", BAD
-        measured = None if rule is None else rule.value(self.last)
-        if rule is not None and measured is not None and rule.is_beyond(measured):
-            return text, DOUBTFUL
-        return text, WELL if rule is not None and measured is not None else ""
+        judged = None if rule is None else rule.value(self.last)
+        if rule is None or judged is None:
+            return text, ""
+        return text, DOUBTFUL if rule.is_beyond(judged) else WELL
 
 
 def curve(values: Sequence[float | None], steps: int, width: int) -> list[Text]:
@@ -206,8 +202,7 @@ def titled(title: str, text: str, width: int, style: str = "") -> Text:
 
 
 def cropped(text: Text, width: int) -> Text:
-    if cell_len(text.plain) > width:
-        text.truncate(max(width, 1), overflow="ellipsis")
+    text.truncate(max(width, 1), overflow="ellipsis")
     return text
 
 
@@ -256,7 +251,7 @@ class LiveConsole(Console):
         self.seconds.append(record[Metric.TIME_STEP])
         self.view.add(record)
         self.view.examples = examples()
-        self.view.left, self._ended = self.remaining(record[Metric.STEP]), time.monotonic()
+        self.view.left, self._ended = remaining(self.seconds, self.steps - record[Metric.STEP]), time.monotonic()
         if Metric.EVAL_REWARD_MEAN in record:
             self.say(evaluation_line(record, self.steps))
 

@@ -12,18 +12,11 @@ from numpy.typing import NDArray
 
 from rlgen.losses.advantages import zero_variance
 from rlgen.metrics import Family, Metric
-from rlgen.rollout.table import CAUSES as FAILED
 from rlgen.rollout.table import RowTable
 from rlgen.run.estimates import MeanEstimate, mean_of_prompts, pass_at_k
 
-# Why rewards fail, and the metric that counts the samples of each.
-CAUSES = {
-    "error": Family.REWARD_ERRORS,
-    "timeout": Family.REWARD_TIMEOUTS,
-    "died": Family.REWARD_DIED,
-    "memory": Family.REWARD_MEMORY,
-}
-
+# Of each of `CAUSES`, why rewards fail: the metric that counts the samples.
+FAILURES = (Family.REWARD_ERRORS, Family.REWARD_TIMEOUTS, Family.REWARD_DIED, Family.REWARD_MEMORY)
 ROUNDING = 1e-9  # a weighted sum of rewards may fall this much below the threshold that it reaches
 
 
@@ -58,7 +51,7 @@ def sample_metrics(table: RowTable) -> dict[str, Any]:
         failed = Counter(table.causes[:, k].tolist())
         del failed[-1]
         metrics[Family.REWARD_FAILED.of(name)] = failed.total()
-        metrics |= {CAUSES[cause].of(name): failed[place] for place, cause in enumerate(FAILED) if failed.total()}
+        metrics |= {family.of(name): failed[place] for place, family in enumerate(FAILURES) if failed.total()}
     return metrics
 
 

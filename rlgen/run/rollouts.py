@@ -5,7 +5,6 @@ read as one table. A file is written under a temporary name, flushed and renamed
 """
 
 import json
-import shutil
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +18,7 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from rlgen.errors import CheckpointError
-from rlgen.files import flush_to_disk, written
+from rlgen.files import flush_to_disk, remove_path, written
 from rlgen.rollout.frames import columns_digest
 from rlgen.rollout.parquet import FIXED, OF_TURNS, DataColumns, Rollout, Stamp, parts_of, write_part
 from rlgen.rollout.read import rollout_steps
@@ -110,10 +109,7 @@ class RolloutWriter:
         needed = self.needed()
         for path in [self.path(step) for step in rollout_steps(self.folder)[:-keep] if step <= needed]:
             with written(path):
-                if path.is_dir():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink(missing_ok=True)
+                remove_path(path)
 
     def texts(self, samples: Samples) -> tuple[dict[str, pa.Array], dict[str, str]]:
         """Returns the columns of text and of the data set, one value per row, and a digest of the data set's columns by group."""

@@ -59,10 +59,6 @@ def stored_tensors(folder: Path, rank: int = 0, world: int = 1) -> Iterator[tupl
                 yield f"{path.relative_to(folder)}, {name},", file.get_tensor(name)
 
 
-def is_sharded(model: nn.Module) -> bool:
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
 @torch.no_grad()
 def load_model_weights(path: Path, model: PreTrainedModel) -> None:
     """Copies the weights in `path` into `model`, in place, so that the optimizer keeps its parameters.
@@ -111,17 +107,16 @@ def save_shards(tensors: Mapping[str, Tensor], folder: Path, rank: int) -> list[
 
 
 def file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Assigns each tensor a file number from 1, with about `SHARD_FILE` bytes per file.
+    """Assigns each tensor a file number from 1: a file that holds `SHARD_FILE` bytes is full.
 
     torch assembles each file in memory, twice, while it holds the GIL: large files would stop the loop.
     """
-    numbers, held = {}, 0
+    numbers, number, held = {}, 1, 0
     for name, tensor in tensors.items():
-        held += part(tensor).nbytes
-        numbers[name] = 1 + held // SHARD_FILE
-    # A tensor larger than SHARD_FILE skips numbers: renumber without gaps.
-    dense = {number: place for place, number in enumerate(sorted(set(numbers.values())), 1)}
-    return {name: dense[number] for name, number in numbers.items()}
+        if held >= SHARD_FILE:
+            number, held = number + 1, 0
+        numbers[name], held = number, held + part(tensor).nbytes
+    return numbers
 
 
 def read_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -143,25 +138,24 @@ def whole_shards(folder: Path) -> dict[str, Tensor]:
 def load_shards(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
     """Loads the optimizer's state from shards of any number of processes."""
     stored = sharded.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        for key in [key for key in stored if key.startswith(f"{name}/")]:
-            scalar = not getattr(stored[key], "size", ())
-            tensors[key] = torch.zeros(()) if scalar else torch.zeros_like(parameter, requires_grad=False)
+    parameters, tensors = dict(model.named_parameters()), dict[str, Tensor]()
+    for place, one in stored.items():
+        if (parameter := parameters.get(place.rpartition("/")[0])) is not None:
+            scalar = not getattr(one, "size", ())
+            tensors[place] = torch.zeros(()) if scalar else torch.zeros_like(parameter, requires_grad=False)
     read_shards(folder, tensors)
     place_optimizer(tensors, model, optimizer)
 
 
 def load_optimizer(tensors: dict[str, Tensor], model: nn.Module, optimizer: Optimizer) -> None:
     """Loads the optimizer's state from unsharded tensors, named as by `optimizer_tensors`; each process keeps its own shards."""
-    whole_tensors = dict(tensors)
-    for name, parameter in model.named_parameters():
-        for key, value in tensors.items():
-            if key.startswith(f"{name}/") and value.shape == parameter.shape and isinstance(parameter, DTensor):
-                whole_tensors[key] = distribute_tensor(
-                    value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
-                )
-    place_optimizer(whole_tensors, model, optimizer)
+    parameters, placed = dict(model.named_parameters()), dict(tensors)
+    for place, value in tensors.items():
+        parameter = parameters.get(place.rpartition("/")[0])
+        if isinstance(parameter, DTensor) and value.shape == parameter.shape:
+            on_device, mesh = value.to(parameter.device), parameter.device_mesh
+            placed[place] = distribute_tensor(on_device, mesh, parameter.placements, src_data_rank=None)
+    place_optimizer(placed, model, optimizer)
 
 
 def place_optimizer(tensors: Mapping[str, Tensor], model: nn.Module, optimizer: Optimizer) -> None:
@@ -219,26 +213,22 @@ def seed_random(place: str) -> None:
     torch.manual_seed(seed)
 
 
-class Room:
-    """CPU buffers for the copies, reused by all saves, because allocating the memory takes longer than copying."""
+@torch.no_grad()
+def copied(tensors: Mapping[str, Tensor], room: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies tensors into contiguous CPU buffers; of sharded ones, the local shards. The next save overwrites them.
 
-    def __init__(self) -> None:
-        self._held: dict[str, Tensor] = {}
-
-    @torch.no_grad()
-    def copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies tensors into contiguous CPU buffers; of sharded ones, the local shards. The next save overwrites them."""
-        return {name: self._copy(name, tensor) for name, tensor in tensors.items()}
-
-    def _copy(self, name: str, tensor: Tensor) -> Tensor:
-        held = self._held.get(name)
+    Args:
+        room: the buffers, which all saves reuse, because allocating the memory takes longer than copying.
+    """
+    for name, tensor in tensors.items():
+        held = room.get(name)
         if held is None or (held.shape, held.dtype) != (tensor.shape, tensor.dtype):
             if isinstance(tensor, DTensor):
-                held = self._held[name] = tensor.detach().to("cpu", copy=True)
-                return held
-            held = self._held[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+                room[name] = tensor.detach().to("cpu", copy=True)
+                continue
+            held = room[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
         part(held).copy_(part(tensor.detach()))
-        return held
+    return {name: room[name] for name in tensors}
 
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:

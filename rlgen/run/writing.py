@@ -7,8 +7,7 @@ end before the last save does.
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import InitVar, asdict, dataclass, field
 from pathlib import Path
 from threading import Event, Thread
@@ -18,25 +17,27 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 import rlgen
 from rlgen.errors import CheckpointError, DivergedError, Fault, SentinelError
-from rlgen.files import appears, flush_to_disk, read_json, unwritable, write_json
+from rlgen.files import appears, flush_to_disk, read_json, write_json, written
 from rlgen.models.load import WEIGHT_SHARDS
 from rlgen.models.lora import is_adapted, save_adapter
 from rlgen.models.weights import base_digest, non_finite
 from rlgen.processes import Processes
 from rlgen.run.clock import PhaseClock
 from rlgen.run.manifest import File, hashed, seal
-from rlgen.run.state import OPTIMIZER_SHARDS, Room, is_sharded, model_facts, save_shards
+from rlgen.run.state import OPTIMIZER_SHARDS, copied, model_facts, optimizer_tensors, save_shards, trained_tensors, written_here
 from rlgen.types import Position
 
 if TYPE_CHECKING:
     from rlgen.run.checkpoint import Checkpoints
 
+UNWRITTEN = OSError, SafetensorError, CheckpointException  # raised where a file cannot be written
 LOOKS = 0.02  # seconds between two looks for the list of another process
 
 
@@ -57,27 +58,28 @@ class Writer:
     at: Position
     schedule: Mapping[str, Any]
     draws: list[dict[str, Tensor]]  # random states by rank
-    room: Room
-    weights: dict[str, Tensor]  # unsharded, in the main process; or its shards, in each
-    moments: dict[str, Tensor]  # the same
     optimizer: InitVar[Optimizer]
     settle: Callable[[], None]  # returns when everything that the checkpoint relies on is on disk
     clock: PhaseClock  # runs since the save began
     taken: float = field(default_factory=time.time)  # when the snapshot was taken
+    weights: dict[str, Tensor] = field(init=False)  # unsharded, in the main process; or its shards, in each
+    moments: dict[str, Tensor] = field(init=False)  # the same
     adapted: bool = field(init=False)  # the weights are those of an adapter
     sharded: bool = field(init=False)  # each process writes shards of the weights and of the optimizer's state
     error: BaseException | None = None
     seconds: float | None = None  # from the start of `clock` to the end of the thread; None: it is running
+    ended: Event = field(default_factory=Event)  # of the thread
+    hook: RemovableHandle = field(init=False)  # by which the optimizer's steps wait
     leaving: Event = field(default_factory=Event)  # set when the loop has failed: other processes may be gone
     _given_up: Event = field(default_factory=Event)
     _copied: Event = field(default_factory=Event)  # or given up
-    _ended: Event = field(default_factory=Event)
-    _hook: RemovableHandle = field(init=False)
 
     def __post_init__(self, optimizer: Optimizer) -> None:
-        self._hook = optimizer.register_step_pre_hook(lambda *_: self.wait_copied())
+        self.hook = optimizer.register_step_pre_hook(lambda *_: self.wait_copied())
+        self.weights = written_here(trained_tensors(self.model), self.processes.is_main)
+        self.moments = written_here(optimizer_tensors(self.model, optimizer), self.processes.is_main)
         self.adapted = is_adapted(self.model)
-        self.sharded = is_sharded(self.model) and not self.adapted
+        self.sharded = not self.adapted and any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
 
     def start(self) -> None:
         """Starts the thread. A process that has nothing to write has ended at once."""
@@ -85,20 +87,16 @@ class Writer:
             Thread(target=self._run, name=f"save-{self.at.step}").start()
         else:
             self._copied.set()
-            self._ended.set()
+            self.ended.set()
 
     def wait_copied(self) -> None:
         """Waits until the thread no longer reads what an update changes."""
         self._copied.wait()
 
-    def release(self) -> None:
-        """Lets the optimizer's steps no longer wait; called once the thread has ended."""
-        self._hook.remove()
-
     def _run(self) -> None:
         try:
-            self.weights = self.room.copies(self.weights)
-            self.moments = self.room.copies(self.moments)
+            self.weights = copied(self.weights, self.checkpoints.room)
+            self.moments = copied(self.moments, self.checkpoints.room)
             self._copied.set()
             if self.processes.is_main:
                 self._write()
@@ -109,7 +107,7 @@ class Writer:
         finally:
             self._copied.set()
             self.seconds = self.clock.seconds
-            self._ended.set()
+            self.ended.set()
 
     @property
     def processes(self) -> Processes:
@@ -129,10 +127,6 @@ class Writer:
         return self.processes.world > 1 and (self.sharded or self.adapted)
 
     @property
-    def ended(self) -> bool:
-        return self._ended.is_set()
-
-    @property
     def elapsed(self) -> float:
         """Returns the seconds since the save began; once it has ended, the seconds that it took."""
         return self.clock.seconds if self.seconds is None else self.seconds
@@ -140,7 +134,7 @@ class Writer:
     def wait(self, seconds: float | None = None) -> None:
         """Waits for the thread to end, at most `seconds`. KeyboardInterrupt ends the wait and abandons the save."""
         try:
-            self._ended.wait(seconds)
+            self.ended.wait(seconds)
         except KeyboardInterrupt:
             self.give_up()
             raise
@@ -178,7 +172,7 @@ class Writer:
 
     def _write_for_main(self) -> None:
         self._checked()
-        with written_as(self.final):
+        with written(self.final, UNWRITTEN):
             shards = self._write_shards()
             part = {name: asdict(file) for name, file in shards.items()}
             write_json(self.aside / f"part_{self.processes.rank}.json", part)
@@ -213,7 +207,7 @@ class Writer:
     def _write_files(self, base: str) -> dict[str, File]:
         """Writes the files of the main process, and returns those that are shards."""
         state = self.aside / "state"
-        with written_as(self.final):
+        with written(self.final, UNWRITTEN):
             if self.adapted:
                 save_adapter(self.model, self.weights, self.aside, base)
             else:
@@ -225,9 +219,8 @@ class Writer:
             self._goes_on()
             if self.checkpoints.processor is not None:
                 self.checkpoints.processor.save_pretrained(self.aside)
-            assert self.checkpoints.tokenizer is not None
-            # After the processor: the recipe may set another chat template.
-            self.checkpoints.tokenizer.save_pretrained(self.aside)
+            if self.checkpoints.tokenizer is not None:  # after the processor: the recipe may set another chat template
+                self.checkpoints.tokenizer.save_pretrained(self.aside)
             for rank, draw in enumerate(self.draws):
                 save_file(draw, state / random_name(rank))
             at = self.at
@@ -248,14 +241,14 @@ class Writer:
                 left = left or time.monotonic() + self.processes.timeout
                 if (self.processes.has_gone(rank) and not appears(part)) or time.monotonic() > left:
                     raise CheckpointError(f"{self.final} is not complete: process {rank} has ended before its part was written")
-        with written_as(self.final):
+        with written(self.final, UNWRITTEN):
             shards = {name: File(**file) for name, file in read_json(part).items()}
             part.unlink()
         return shards
 
     def _complete(self, shards: dict[str, File]) -> None:
         """Writes the manifest, renames the folder to its final name, and removes the oldest checkpoints."""
-        with written_as(self.final):
+        with written(self.final, UNWRITTEN):
             for shard in (self.aside / name for name in shards):
                 if not appears(shard):  # with a manifest that lacks it, this would count as complete
                     raise CheckpointError(f"{shard} of another process is not visible here; set run.dir to shared storage")
@@ -274,14 +267,6 @@ class Writer:
             self.aside.rename(self.final)
             flush_to_disk(self.final.parent)
             self.checkpoints.folder.rotate(self.checkpoints.keep, self.checkpoints.pinned)
-
-
-@contextmanager
-def written_as(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, SafetensorError, CheckpointException) as error:
-        raise unwritable(path, error) from error
 
 
 def random_name(rank: int) -> str:

@@ -1,6 +1,6 @@
 """Holds what every check needs: engine and trainer, some prompts, and the methods to sample and to score them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -44,12 +44,8 @@ class TrainerSide:
         return score(self.policy, samples, distribution, self.budget, self.processes)
 
     def logp_at(self, samples: Sequence[Sample], distributions: Sequence[Distribution]) -> list[Tensor]:
-        """Returns the log-probs of each sample under K distributions, [K, L] float32, from one forward pass."""
-        return self.of_each(samples, lambda batch: self.policy(batch, distributions).logp)
-
-    def of_each(self, samples: Sequence[Sample], compute: Callable[[MicroBatch], Tensor]) -> list[Tensor]:
-        """Returns what `compute` gives for each sample, [K, L] of the [K, B, T] of a micro-batch; 0 where not sampled."""
-        return shared_out(samples, self.budget, self.processes, compute)
+        """Returns the log-probs of each sample under K distributions, [K, L] float32."""
+        return shared_out(samples, self.budget, self.processes, lambda batch: self.policy(batch, distributions).logp)
 
     def gap(self, samples: Sequence[Sample], distribution: Distribution) -> Gap:
         """Returns the gap between the trainer's log-probs of `samples` and those that the engine reported.
@@ -64,11 +60,11 @@ class TrainerSide:
             return None
 
         def compute(batch: MicroBatch) -> Tensor:
-            sure_BT = self.policy(batch, (distribution,)).sure
-            assert sure_BT is not None  # the distribution is truncated
-            return sure_BT[None]
+            sure = self.policy(batch, (distribution,)).sure
+            assert sure is not None
+            return sure[None]
 
-        return [sure_1L[0] for sure_1L in self.of_each(samples, compute)]
+        return [sure_1L[0] for sure_1L in shared_out(samples, self.budget, self.processes, compute)]
 
     def noise(self, samples: Sequence[Sample], distributions: Sequence[Distribution]) -> Noise | None:
         """Returns what rounding explains of a gap on these samples, the most over `distributions`; None if it cannot be measured.
@@ -79,8 +75,12 @@ class TrainerSide:
         if self.engine_dtype is None or held is None:
             return None
         computed = self.engine_dtype if self.engine_dtype != own or held == FP8 else WIDER[own]
+
+        def compute(batch: MicroBatch) -> Tensor:  # [2 * K, B, T]
+            return self.policy.scores_in(batch, distributions, held, computed).flatten(0, 1)
+
         try:
-            found = self.of_each(samples, lambda batch: self.policy.scores_in(batch, distributions, held, computed).flatten(0, 1))
+            found = shared_out(samples, self.budget, self.processes, compute)
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:  # architectures have code of their own
             if is_out_of_memory(error):
                 raise

@@ -26,7 +26,8 @@ from rlgen.models.load import locate
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
 from rlgen.recipe.sizes import FOLLOWING, is_written
-from rlgen.rollout.recorded import from_journal, from_rollouts, is_recorded, processes_of
+from rlgen.rollout.journal import from_journal, is_recorded
+from rlgen.rollout.read import from_rollouts, processes_of
 from rlgen.rollout.samples import Samples
 from rlgen.rollout.table import RowTable
 from rlgen.run.checkpoint_folder import CheckpointFolder, ChosenCheckpoint

@@ -177,7 +177,14 @@ def build_trainer(attempt: RunContext, both: TrainerAndEngine, code: UserCode, p
     sampler = build_sampler(attempt, both, journal, early, code)
     watch = build_watch(attempt, both, probe, sampler)
     checkpoints = Checkpoints(
-        directory.checkpoints, recipe.checkpoint.keep, processes, state.models.base, recipe.trainer.kind, state.models.held
+        directory.checkpoints,
+        recipe.checkpoint.keep,
+        processes,
+        base=state.models.base,
+        trainer=recipe.trainer.kind,
+        held=state.models.held,
+        tokenizer=both.data.tokenizer,
+        processor=None if state.policy.vision is None else state.policy.vision.processor,
     )
     evaluate, held_out = None, both.data.held_out
     if code.judge is not None and held_out is not None:
@@ -230,7 +237,6 @@ def build_saver(
         every=recipe.checkpoint.every,
         processes=both.processes,
         policy=state.policy,
-        tokenizer=both.data.tokenizer,
         optimizer=state.optimizer,
         schedule=state.schedule,
         checkpoints=checkpoints,
@@ -265,7 +271,6 @@ def build_sampler(attempt: RunContext, both: TrainerAndEngine, journal: Journal,
             steps=recipe.rollout.async_steps,
             max_staleness=recipe.oldest_sample,
             in_flight=abilities.in_flight,
-            journal=journal,
         )
     return Sampler(
         engine=both.engine,

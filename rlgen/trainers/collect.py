@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from rlgen.algorithms.base import Algorithm
 from rlgen.data import PromptStream
+from rlgen.metrics import Metric
 from rlgen.processes import EngineShare, Processes
 from rlgen.recipe.models import RolloutRecipe
 from rlgen.rewards.score import EarlyScoring, Scorer
@@ -97,7 +98,7 @@ class Collector:
         """Samples the prompts that are wanted. Returns the groups of this process."""
         prompts = self.engine_share.share(self.prompts.take(draw.position + draw.taken, draw.wanted))
         self.early.open(draw.step)
-        with draw.clock("generate"):
+        with draw.clock(Metric.TIME_GENERATE):
             sample = partial(self.sample, draw.step, prompts, not draw.left)
             # Patient: one engine may have much longer completions, or lose a server, or have to sample what the journals of
             # others still hold after a kill.
@@ -114,7 +115,7 @@ class Collector:
         With `rollout.dynamic_sampling`, further prompts are wanted in place of groups without signal. All processes see all
         rewards, so they want the same number.
         """
-        with draw.clock("reward"):
+        with draw.clock(Metric.TIME_REWARD):
             samples = self.rewarded(groups, draw.step)
         draw.stop.check(self.processes)
         table = RowTable.gather(samples, self.processes, sum(map(len, draw.held)))

@@ -1,7 +1,7 @@
 """Evaluates the policy on held-out prompts, with the engine that samples for training."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from rlgen.processes import EngineShare, Processes
 from rlgen.recipe.models import EvalRecipe
 from rlgen.rewards.score import Scorer
 from rlgen.rollout.conversations import Dialogue
-from rlgen.rollout.sample import rollout
+from rlgen.rollout.sample import part_of_sample, rollout
 from rlgen.rollout.samples import Samples
 from rlgen.rollout.table import RowTable
 from rlgen.run.directory import Best
@@ -22,7 +22,7 @@ from rlgen.run.records import evaluation_metrics
 from rlgen.run.rollouts import RolloutWriter
 from rlgen.sentinel.watch import Watch
 from rlgen.trainers.collect import untrained
-from rlgen.types import Group, Sample, Sampling, Span
+from rlgen.types import Group, Sample, Sampling
 
 COMPARED = 8  # completions of each process whose log-probs are compared with the trainer's
 
@@ -108,10 +108,4 @@ class Evaluator:
 
 def first_tokens(sample: Sample, most: int) -> Sample:
     """Returns a sample whose completion is cut, so that prompt and completion have `most` tokens at most."""
-    count = min(len(sample.completion_ids), most - len(sample.prompt_ids))
-    return replace(
-        sample,
-        completion_ids=sample.completion_ids[:count],
-        sampler_logp=sample.sampler_logp[:count],
-        spans=tuple(Span(start, min(stop, count), version) for start, stop, version in sample.spans if start < count),
-    )
+    return part_of_sample(sample, 0, min(len(sample.completion_ids), most - len(sample.prompt_ids)))

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlgen.errors import EngineError, SentinelError
+from rlgen.metrics import Metric
 from rlgen.models.weights import bits
 from rlgen.processes import Processes
 from rlgen.run.clock import PhaseClock
@@ -66,8 +67,7 @@ class Trainer:
             RlgenError: a part of the step failed; raised in all processes. The last checkpoint is intact.
         """
         self.evaluate_first(start, stop)
-        early, drift = self.collect.early, self.saves_on_drift
-        guard = Guard(save=self.save, early=early, saves_on_drift=drift, start=start, stop=stop, clock=PhaseClock())
+        guard = Guard(save=self.save, early=self.collect.early, saves_on_drift=self.saves_on_drift, start=start, stop=stop)
         at = start
         for step in range(start.step + 1, self.steps + 1):
             clock = guard.clock
@@ -81,7 +81,7 @@ class Trainer:
                 with guard.learning():
                     learned = self.learn(got, step)
             at = Position(step, at.prompts + got.prompts, at.nonfinite + 1 if learned.skipped else 0)
-            with clock("save"):
+            with clock(Metric.TIME_SAVE):
                 self.report.rollouts(at, got, learned)
             self.callbacks.measured("on_update", step, learned.metrics, stop)
             refused, measured = self.sync(step, clock)
@@ -98,9 +98,9 @@ class Trainer:
         An engine that does not confirm the weights, or has others, ends the run, but the trained step is kept. So its error is
         returned and not raised: the caller saves first.
         """
-        with clock("generate"):
+        with clock(Metric.TIME_GENERATE):
             self.processes.run_all(self.collect.sampler.before_sync, keepalive=True)
-        with clock("sync"):
+        with clock(Metric.TIME_SYNC):
             probed: dict[str, Any] = {}
             watch, weights = self.learn.update.watch, bits(self.learn.update.policy.model, self.processes)
             # Before the sync: the engine may sample with these weights as soon as it has them.
@@ -134,7 +134,7 @@ class Trainer:
         """Evaluates the weights of `step`, which the engine has, and returns the metrics; {} if no evaluation is due."""
         if self.evaluate is None or not self.evaluate.due(step):
             return {}
-        with clock("eval"):
+        with clock(Metric.TIME_EVAL):
             self.processes.run_all(self.collect.sampler.drain, keepalive=True)  # one call to the engine at a time
             try:
                 return self.evaluate(step)

@@ -74,7 +74,7 @@ class Reporter:
         rows = [[int(table.group_id[row]), int(table.sample_index[row])] for row in sorted(skipped.rows)]
         verdict = {"step": at.step, **skipped.verdict(), "rows": rows}
         path = self.processes.on_main(lambda: self.directory.write_nonfinite(at.step, verdict))
-        said = f"step {at.step}: {skipped.words()}: {skipped.consequence()}; the batch is in {path}"
+        said = f"step {at.step}: {skipped.words()}; the batch is in {path}"
         if at.nonfinite > self.max_nonfinite:
             raise DivergedError(
                 f"{said}. That is {at.nonfinite} in a row, optim.max_nonfinite is {self.max_nonfinite}. The last checkpoint is"

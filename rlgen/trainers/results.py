@@ -84,16 +84,15 @@ class SkippedUpdate:
     parameters: tuple[str, ...]  # parameters of this process whose gradient is not finite
 
     def words(self) -> str:
+        """Returns why the update was skipped, and what follows."""
         if not math.isfinite(self.loss):
-            return f"the loss is {self.loss}"
-        if self.grad_norm is None:
-            return f"log-probs or losses of {len(self.rows)} samples are not finite"
-        return f"the gradient's norm is {self.grad_norm}, first in {next(iter(self.parameters), 'another process')}"
-
-    def consequence(self) -> str:
-        if self.update:
-            return f"the updates after the first {self.update} of the step were skipped"
-        return "the update was skipped and no weight has moved"
+            why = f"the loss is {self.loss}"
+        elif self.grad_norm is None:
+            why = f"log-probs or losses of {len(self.rows)} samples are not finite"
+        else:
+            why = f"the gradient's norm is {self.grad_norm}, first in {next(iter(self.parameters), 'another process')}"
+        later = f"the updates after the first {self.update} of the step were skipped"
+        return f"{why}: {later if self.update else 'the update was skipped and no weight has moved'}"
 
     def verdict(self) -> dict[str, Any]:
         return {

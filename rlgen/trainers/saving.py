@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedTokenizerBase
 
 from rlgen.errors import CheckpointError, EngineError, SentinelError, Stopped
+from rlgen.metrics import Metric
 from rlgen.models.policy import Policy
 from rlgen.processes import Processes
 from rlgen.rewards.score import EarlyScoring
@@ -32,7 +32,6 @@ class Saver:
     every: int  # steps between two saves
     processes: Processes
     policy: Policy
-    tokenizer: PreTrainedTokenizerBase
     optimizer: Optimizer
     schedule: LRScheduler
     checkpoints: Checkpoints
@@ -52,7 +51,7 @@ class Saver:
         asked = self.processes.on_main(self.report.directory.asked_to_save)
         due = last or at.step % self.every == 0
         if due or asked or refused or checkup.saves or at.step == self.pinned:
-            with clock("save"):
+            with clock(Metric.TIME_SAVE):
                 self(at, wait=bool(ends or last))
         if ends:
             raise ends
@@ -67,15 +66,8 @@ class Saver:
             # A run that resumes from it does not write the rollouts of earlier steps again.
             self.processes.run_all(self.report.writer.wait, keepalive=True)
             self.checkpoints.pinned = self.pinned
-            self.checkpoints.save(
-                at,
-                self.policy.model,
-                self.tokenizer,
-                self.optimizer,
-                self.schedule,
-                flush if alone else lambda: None,
-                None if self.policy.vision is None else self.policy.vision.processor,
-            )
+            settle = flush if alone else lambda: None
+            self.checkpoints.save(at, self.policy.model, self.optimizer, self.schedule, settle)
         if wait:
             self.finish(wait=True)
 
@@ -87,7 +79,7 @@ class Saver:
         """
         if self.checkpoints.complete(wait):
             self.processes.on_main(lambda: self.sampler.journal.drop(0, self.checkpoints.oldest()))
-            self.report.console.say(f"checkpoint: step {self.checkpoints.newest()} is saved")
+            self.report.console.say(f"checkpoint: step {max(self.checkpoints.folder.steps())} is saved")
 
     @property
     def pinned(self) -> int | None:
@@ -125,7 +117,7 @@ class Guard:
     saves_on_drift: bool
     start: Position  # of the run; what was trained before is saved
     stop: StopRequest
-    clock: PhaseClock  # of the step
+    clock: PhaseClock = field(default_factory=PhaseClock)  # of the step
     saved: float = 0.0  # seconds of `clock` that the save before it took
     collected: float = 0.0  # seconds of `clock` when all samples were there
 
@@ -158,7 +150,7 @@ class Guard:
     def learning(self) -> Iterator[None]:
         """The block moves the weights; then the learning rate of the next step follows."""
         self.collected = self.clock.seconds
-        with self.clock("train"):
+        with self.clock(Metric.TIME_TRAIN):
             yield
             self.save.schedule.step()
 

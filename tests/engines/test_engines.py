@@ -31,8 +31,6 @@ from rlgen.models.weights import checkpoint_tensors
 from rlgen.processes import Processes
 from rlgen.rollout.answers import check_answers
 from rlgen.rollout.sample import build_groups, rollout
-from rlgen.rollout.score import score
-from rlgen.sentinel.bounds import engine_gap
 from rlgen.sentinel.probe import TrainerSide
 from rlgen.types import WHOLE, Completion, Distribution, Prompt, Request, Sampling, ids_of
 
@@ -94,12 +92,10 @@ def test_a_truncated_distribution_is_the_trainers(engine: Engine, rules: dict[st
     sampling = Sampling(max_tokens=40, temperature=0.7, stop_ids=STOPS, **rules)
     answers, alone = engine.generate(asked, sampling), Processes.alone()
     samples = [answered(one, answer) for one, answer in zip(asked, answers, strict=True)]
-    logp = score(policy, samples, sampling.distribution, 4096, alone)
-    trainer = TrainerSide(policy=policy, budget=4096, processes=alone, engine_dtype=None, engine_holds=None)
-    sure = trainer.sure(samples, sampling.distribution)
-    assert sure is not None
-    assert torch.cat(sure).double().mean() > 0.5  # of 300 nearly equal ids, one is often at the edge
-    assert engine_gap(samples, logp, sure).max_delta < 1e-5
+    side = TrainerSide(policy=policy, budget=4096, processes=alone, engine_dtype=None, engine_holds=None)
+    sure = side.sure(samples, sampling.distribution)
+    assert sure is not None and torch.cat(sure).double().mean() > 0.5  # of 300 nearly equal ids, one is often at the edge
+    assert side.gap(samples, sampling.distribution).max_delta < 1e-5
     assert gap(policy, asked, answers, sampling.distribution.whole) > 0.1  # over all ids they are others
 
 

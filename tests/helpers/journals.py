@@ -11,6 +11,7 @@ from helpers import samples
 from rlgen.engines.base import EngineInfo, Settings
 from rlgen.processes import Processes
 from rlgen.rollout.journal import Journal
+from rlgen.rollout.sample import sample_of
 from rlgen.types import Completion, Group, Prompt, Request, Sampling, Span, ids_of
 
 SAMPLING = Sampling(max_tokens=64, temperature=0.7, stop_ids=(257,))
@@ -39,10 +40,16 @@ def completion(logp: Any, spans: tuple[Span, ...] | None = None) -> Completion:
     return made if spans is None else replace(made, spans=spans)
 
 
+def answer_one(journal: Journal, step: int, group: int, given: Completion, index: int = 0, seed: int = REQUEST.seed) -> None:
+    """Writes an answer of the engine, to the prompt that it names."""
+    prompt = Prompt(position=group, row=0, text="", prompt_ids=given.prompt_ids, columns={})
+    journal.answered(step, sample_of(prompt, index, seed, given, text=""), SAMPLING)
+
+
 def answer_each(journal: Journal, step: int, groups: Iterable[int] = (0,), logp: float = -1.0) -> None:
     """Writes an answer of one token for each of these groups."""
     for group in groups:
-        journal.answered(step, group, 0, REQUEST, SAMPLING, completion((logp,)))
+        answer_one(journal, step, group, completion((logp,)))
 
 
 def found(journal: Journal, group: int = 0, step: int = 1, request: Request = REQUEST) -> dict[int, Completion]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from helpers.rollouts import rollout_rows
 from helpers.spread import SPREAD
 from helpers.waiting import until
-from rlgen.run.whole import whole_checkpoint
+from rlgen.run.checkpoint import whole_checkpoint
 
 TESTS = Path(__file__).parent.parent
 PATHS = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])

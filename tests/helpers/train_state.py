@@ -72,7 +72,8 @@ def position(step: int) -> Position:
 
 def save_parts(checkpoints: Checkpoints, step: int, own: Parts) -> Path:
     """Saves them, and waits until the checkpoint is complete."""
-    return save(checkpoints, position(step), own[0], byte_tokenizer(), *own[1:])
+    checkpoints.tokenizer = byte_tokenizer()
+    return save(checkpoints, position(step), *own)
 
 
 def loaded(path: Path) -> dict[str, Tensor]:

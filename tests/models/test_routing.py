@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import CPU, open_vllm, plan_of, tiny_model
 from helpers.batches import gradients, random_batch
-from helpers.journals import REQUEST, SAMPLING, completion, found, opened
+from helpers.journals import answer_one, completion, found, opened
 from helpers.recipes import recipe_for
 from helpers.samples import TEXTS, make_sample
 from torch import Tensor, nn
@@ -153,7 +153,7 @@ def test_experts_travel_with_their_samples() -> None:
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
 def test_the_journal_has_experts(dtype: Any, tmp_path: Path) -> None:
     given = replace(completion((-1.0,)), experts=experts_for(2).astype(dtype))
-    opened(tmp_path).answered(1, 0, 0, REQUEST, SAMPLING, given)
+    answer_one(opened(tmp_path), 1, 0, given)
     (answer,) = found(opened(tmp_path)).values()
     assert np.array_equal(answer.experts, given.experts) and answer.experts.dtype == dtype
     assert answer == given

@@ -19,6 +19,7 @@ from helpers.journals import (
     REQUEST,
     SAMPLING,
     answer_each,
+    answer_one,
     attempt,
     completion,
     found,
@@ -54,7 +55,7 @@ def test_log_probs_come_back_to_the_last_bit(tmp_path: Path) -> None:
     logp = np.concatenate([patterns.view(np.float32), np.array([-0.0, np.nan, -np.inf, 1e-45], dtype=np.float32)])
     spans = (Span(0, 7, 0), Span(9, len(logp), 0))
     written = completion(logp, spans)
-    opened(tmp_path).answered(1, 0, 0, REQUEST, SAMPLING, written)
+    answer_one(opened(tmp_path), 1, 0, written)
     back = found(opened(tmp_path))[0]
     assert back.logp.tobytes() == logp.tobytes() and back.token_ids.tobytes() == written.token_ids.tobytes()
     assert (back.spans, back.finish_reason, back.cached_tokens) == (spans, "length", 3)
@@ -77,7 +78,7 @@ def test_half_a_record_is_left_out_and_the_next_one_stands_alone(tmp_path: Path,
         path.write_bytes(whole[:cut])
         again = opened(tmp_path, say=said.append)
         assert [bool(found(again, group, step=2)) for group in range(3)] == [True, True, cut == len(whole)]
-        again.answered(2, 2, 0, REQUEST, SAMPLING, completion((-2.0,)))
+        answer_one(again, 2, 2, completion((-2.0,)))
         third = opened(tmp_path, say=said.append)
         assert [found(third, group, step=2)[0].logp.item() for group in range(3)] == [-1.0, -1.0, -2.0]
         assert said == []  # that is what a kill does, and no damage
@@ -107,7 +108,7 @@ def test_a_changed_bit_costs_its_record_and_is_said(tmp_path: Path, proof: Calla
 def test_no_bytes_make_it_fail_and_none_pass_for_what_was_written(tmp_path: Path) -> None:
     journal = opened(tmp_path)
     for group in range(4):
-        journal.answered(1, group, 0, REQUEST, SAMPLING, completion([-0.5] * (group + 1)))
+        answer_one(journal, 1, group, completion([-0.5] * (group + 1)))
     whole = (tmp_path / "step_000001.bin").read_bytes()
     sound = parse_frames(whole).records
     rng = np.random.default_rng(0)
@@ -168,7 +169,7 @@ def test_many_threads_write_whole_records(tmp_path: Path, monkeypatch: pytest.Mo
 
     def write(group: int) -> None:
         for _ in range(50):
-            journal.answered(1, group, 0, REQUEST, SAMPLING, completion((-0.5,) * 200))
+            answer_one(journal, 1, group, completion((-0.5,) * 200))
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(write, range(8)))
@@ -178,7 +179,7 @@ def test_many_threads_write_whole_records(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_another_number_of_processes_finds_all_by_group(tmp_path: Path) -> None:
     for rank in range(3):
-        opened(tmp_path, rank=rank).answered(1, rank, 0, REQUEST, SAMPLING, completion((-float(rank),)))
+        answer_one(opened(tmp_path, rank=rank), 1, rank, completion((-float(rank),)))
     names = ["start_000001.jsonl", "step_000001.bin", "step_000001.rank1.bin", "step_000001.rank2.bin"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     alone = opened(tmp_path)
@@ -260,7 +261,7 @@ def test_no_process_removes_what_the_main_one_keeps_of_what_was_caught(tmp_path:
     other.rank = 1
     for journal in (main, other):
         journal.starts_from(2, "w2")
-        journal.answered(3, journal.rank, 0, REQUEST, SAMPLING, completion((-1.0,)))
+        answer_one(journal, 3, journal.rank, completion((-1.0,)))
 
     class Both:
         """The main process is first at everything."""
@@ -327,7 +328,7 @@ def test_it_costs_little(tmp_path: Path) -> None:
     def write(folder: Path) -> None:
         journal = opened(folder)
         for group in range(100):
-            journal.answered(1, group, 0, REQUEST, SAMPLING, answer)
+            answer_one(journal, 1, group, answer)
 
     wrote, _ = took(write)
     places = [(group, 0) for group in range(100)]
@@ -362,7 +363,7 @@ def journal_of_a_run(folder: Path, base: str | None = None, tools: str | None = 
 def test_answers_of_another_engine_or_base_are_sampled_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Whatever decides log-probs beside the weights that are trained."""
     first = {"base": "b0", "extra": {"block_size": 16}, "quantization": "fp8"}
-    journal_of_a_run(tmp_path, **first).answered(1, 0, 0, REQUEST, SAMPLING, completion((-1.0,)))
+    answer_one(journal_of_a_run(tmp_path, **first), 1, 0, completion((-1.0,)))
     others = [{}, {"base": "b1"}, {"base": None}, {"extra": {"block_size": 32}}, {"extra": {}}, {"quantization": None}]
     others += [{"model_impl": "transformers"}, {"enforce_eager": False}, {"tensor_parallel_size": 2}, {"tools": "t0"}]
     for other in others:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import samples
-from helpers.journals import FACTS, SAMPLING, attempt, group_of, opened, rewarded, scored_again
+from helpers.journals import FACTS, SAMPLING, answer_one, attempt, group_of, opened, rewarded, scored_again
 
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.rollout.journal import Journal
@@ -34,10 +34,10 @@ def trained(folder: Path, kept: bool = False, world: int = 1) -> Journal:
     logp = logp_of((-0.1, float("nan")))
     for at, (sample, request) in enumerate(zip(group.samples, requests(), strict=True)):
         given = samples.completion(sample.completion_ids.tolist(), logp.tolist(), sample.prompt_ids.tolist())
-        journals[at % world].answered(1, 3, at, request, SAMPLING, replace(given, **sampled))
+        answer_one(journals[at % world], 1, 3, replace(given, **sampled), at, request.seed)
     scored = journals[0].score(1, [group], rewarded)[0]
     if kept:
-        journals[-1].keep(1)
+        journals[-1].kept.add(1)
     for rank, journal in enumerate(journals):
         rows = [replace(sample, sampler_logp=logp, **sampled) for sample in scored.samples]
         writer = RolloutWriter(

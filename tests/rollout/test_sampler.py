@@ -88,9 +88,8 @@ def sampler(
     engine: Scripted, ahead: int, max_staleness: int = 1, of: Journal | None = None, whole: bool = False, in_flight: bool = False
 ) -> Sampler:
     of = of or journal(Path(mkdtemp()))[0]
-    queue = Ahead(
-        submit_to=engine.submit, prompts_of=prompts_of, steps=ahead, max_staleness=max_staleness, in_flight=in_flight, journal=of
-    )
+    submit, most = engine.submit, max_staleness
+    queue = Ahead(submit_to=submit, prompts_of=prompts_of, steps=ahead, max_staleness=most, in_flight=in_flight)
     return Sampler(
         engine=engine,  # type: ignore[arg-type]
         sampling=SAMPLING,
@@ -162,7 +161,7 @@ def test_a_failure_in_the_background_is_raised_by_the_step_it_belongs_to() -> No
     engine = Scripted()
     taken = sampler(engine, ahead=1)
     engine.dies_after = 0
-    taken.ahead.submit(2, taken.call)
+    taken.submit(taken.ahead, 2)
     engine.dies_after = None
     taken.before_sync()  # waits, and leaves the error to the step
     with pytest.raises(EngineError, match="killed"):
@@ -285,7 +284,7 @@ def killed_in_flight(tmp_path: Path) -> tuple[Flying, list[list[Group]], list[li
     whole = train_until(engine, before, 1, 3)
     engine.version = 2  # version 3 was not sent any more
     engine.land()
-    later = [before.answered(call, future.result()) for call, future in before.ahead.pending.values()]
+    later = [before.answered(call, future.result()) for call, future in before.pending.values()]
     engine.asked.clear()
     engine.version = 1
     return engine, whole, later
@@ -315,7 +314,7 @@ def test_weights_that_come_out_otherwise_refuse_what_they_sampled_and_nothing_el
     again = taken.groups(3, prompts_of(3))[0]
     # Not before version 2 was there: until then the answers of the journal might have been of it.
     assert engine.asked[0] == (6, 7) and spans_of(again) == {(Span(0, 2, 2),)}
-    assert "answers of step 3 are sampled again: they are by other weights" in said[0] and {4, 5} == set(taken.ahead.pending)
+    assert "answers of step 3 are sampled again: they are by other weights" in said[0] and {4, 5} == set(taken.pending)
 
 
 class Waiting(Scripted):
@@ -344,18 +343,18 @@ def saving(taken: Sampler) -> threading.Thread:
 def test_a_save_waits_for_what_earlier_weights_were_asked_and_for_nothing_else(tmp_path: Path) -> None:
     engine = Waiting()
     taken = sampler(engine, ahead=1, of=journal(tmp_path)[0])
-    taken.ahead.submit(1, taken.call)
+    taken.submit(taken.ahead, 1)
     engine.answer(0)
     taken.groups(1, prompts_of(1))  # asks for step 2
     taken.journal.starts_from(1, "w1")
     engine.version = 1
     interrupted = Answers()
     interrupted.set_exception(KeyboardInterrupt())  # a stop, while step 2 waits for its answers
-    call, waiting = taken.ahead.pending[2]
-    taken.ahead.pending[2] = call, interrupted
+    call, waiting = taken.pending[2]
+    taken.pending[2] = call, interrupted
     with pytest.raises(KeyboardInterrupt):
         taken.groups(2, prompts_of(2))
-    taken.ahead.pending[2] = call, waiting
+    taken.pending[2] = call, waiting
     saved = saving(taken)
     saved.join(0.2)
     assert saved.is_alive()
@@ -374,7 +373,7 @@ def test_in_flight_a_save_waits_for_nothing_and_all_of_the_journal_is_on_disk(
     engine, flushed = Waiting(), list[int]()
     taken = sampler(engine, ahead=3, max_staleness=3, of=journal(tmp_path)[0], in_flight=True)
     monkeypatch.setattr(Journal, "flush", lambda self, step: flushed.append(step))
-    taken.ahead.submit(1, taken.call)
+    taken.submit(taken.ahead, 1)
     engine.answer(0)
     taken.groups(1, prompts_of(1))
     taken.flush_pending(1)  # returns, though nothing of steps 2 to 4 is there

@@ -19,8 +19,7 @@ from rlgen.cli.rollouts import block
 from rlgen.cli.train import train_command
 from rlgen.recipe import load_recipe
 from rlgen.rollout.parquet import parts_of, read_part
-from rlgen.rollout.read import read_rollouts
-from rlgen.rollout.recorded import from_rollouts
+from rlgen.rollout.read import from_rollouts, read_rollouts
 from rlgen.setup import data, trainer
 from rlgen.types import turns_of
 

@@ -23,7 +23,6 @@ from rlgen.models import lora
 from rlgen.processes import Processes
 from rlgen.run import writing
 from rlgen.run.checkpoint import Checkpoints, load_checkpoint
-from rlgen.run.checkpoint_folder import CheckpointFolder
 
 ALONE = Processes.alone()
 
@@ -82,13 +81,12 @@ def main(folder: Path, kind: str, every: int) -> None:
         shutil.copytree(folder / "before", place)
         status, what = in_child(lambda place=place, index=index, torn=torn: killed(place, index, torn))  # type: ignore[misc]
         left = sorted(path.name for path in place.iterdir())
-        choice = CheckpointFolder(place).choose(None)
+        # the next start: leftovers go, and the step is saved
+        checkpoints = Checkpoints(place, 1, ALONE)
+        choice = checkpoints.choose()
         assert choice.path is not None
         row = {"instant": index, "of": int(counted), "torn": torn, "what": what, "signal": status, "left": left}
         row |= {"step": choice.step, "notices": choice.notices, "equal": same(choice.path, choice.step)}
-        # the next start: leftovers go, and the step is saved
-        checkpoints = Checkpoints(place, 1, ALONE)
-        checkpoints.choose()
         if not checkpoints.folder.has(2):
             save_parts(checkpoints, 2, mine)
         checkpoints.folder.rotate(1)

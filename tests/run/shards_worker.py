@@ -19,7 +19,6 @@ from torch.optim.lr_scheduler import LinearLR
 from rlgen.algorithms.registry import build_algorithm
 from rlgen.files import write_json
 from rlgen.models.parts import part
-from rlgen.models.tiny import byte_tokenizer
 from rlgen.processes import Processes
 from rlgen.run.checkpoint import Checkpoints
 from rlgen.setup.policy import open_policies
@@ -44,7 +43,7 @@ def measure(folder: Path, model: str, processes: Processes) -> Any:
         memory = dict[str, int]()
         with watched(memory):
             began = time.perf_counter()
-            checkpoints.save(position(step), own[0], byte_tokenizer(), *own[1:])
+            checkpoints.save(position(step), *own)
             held = time.perf_counter() - began
             checkpoints.complete(wait=True)
             took = time.perf_counter() - began

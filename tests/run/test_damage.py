@@ -96,7 +96,7 @@ def test_without_the_shard_of_another_process_nothing_is_sealed(tmp_path: Path, 
         (folder / "shard-00001-model.safetensors").touch()
         return ["shard-00001-model.safetensors"]
 
-    monkeypatch.setattr(writing, "is_sharded", lambda model: True)
+    monkeypatch.setattr(writing, "DTensor", torch.nn.Parameter)  # every weight counts as a shard
     monkeypatch.setattr(writing, "save_shards", write)
     monkeypatch.setattr(
         writing, "appears", lambda path, seconds=0: path.unlink()
@@ -149,7 +149,7 @@ def test_a_checkpoint_under_another_name_is_not_taken_for_a_later_one(folder: Pa
         shutil.copytree(folder / "step_000001", folder / name)
     found = CheckpointFolder(folder)
     assert list(found.steps()) == [1, 2, 6] and not found.has(6)
-    choice = found.choose(None)
+    choice = Checkpoints(folder, 2, ALONE).choose()
     assert (choice.step, choice.later) == (2, (folder / "step_000006",))
     assert "it was written after step 1, and renamed or copied since" in choice.notices[0]
 

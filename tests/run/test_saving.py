@@ -17,13 +17,11 @@ from test_signals import left, train
 
 from rlgen.errors import CheckpointError
 from rlgen.files import read_json
-from rlgen.models.tiny import byte_tokenizer
 from rlgen.processes import Processes
 from rlgen.run import writing
 from rlgen.run.checkpoint import Checkpoints, load_checkpoint
 from rlgen.run.manifest import check_files
 from rlgen.run.signals import StopRequest
-from rlgen.run.state import Room
 from rlgen.trainers.collect import Collector
 
 EVERY = "checkpoint={every: 1, keep: 2}"
@@ -60,8 +58,8 @@ def test_an_update_waits_until_the_save_before_it_has_copied(tmp_path: Path, mon
     mine, checkpoints, go, waited = parts(), Checkpoints(tmp_path, 2, Processes.alone()), threading.Event(), list[bool]()
     learn(*mine)
     first = state(*mine)
-    before(Room, "copies", lambda *_: waited.append(go.wait(HANGS)), monkeypatch.setattr)
-    checkpoints.save(position(1), mine[0], byte_tokenizer(), *mine[1:])
+    before(writing, "copied", lambda *_: waited.append(go.wait(HANGS)), monkeypatch.setattr)
+    checkpoints.save(position(1), *mine)
     threading.Timer(0.3, go.set).start()
     learn(*mine)
     assert go.is_set() and checkpoints.complete(wait=True) and waited == [True, True]
@@ -77,7 +75,7 @@ def test_what_is_written_is_what_was_when_the_save_began(tmp_path: Path, gate: G
     mine, checkpoints = parts(), Checkpoints(tmp_path, 2, Processes.alone())
     learn(*mine)
     first = state(*mine)
-    path = checkpoints.save(position(1), mine[0], byte_tokenizer(), *mine[1:])
+    path = checkpoints.save(position(1), *mine)
     drawn = torch.rand(4)
     assert gate.reached.wait(HANGS) and not path.exists()
     assert not checkpoints.complete(wait=False) and not checkpoints.folder.has(1), "it is being written"
@@ -105,7 +103,7 @@ def test_a_writer_that_fails_is_heard_at_the_next_look(tmp_path: Path, monkeypat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(writing, write, full)
-    checkpoints.save(position(2), mine[0], byte_tokenizer(), *mine[1:])
+    checkpoints.save(position(2), *mine)
     with pytest.raises(CheckpointError, match=r"step_000002 cannot be written: .*No space left on device; free space") as caught:
         while not checkpoints.complete(wait=False):
             pass

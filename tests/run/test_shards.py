@@ -13,9 +13,9 @@ from rlgen.files import read_json
 from rlgen.models.load import WEIGHT_SHARDS
 from rlgen.models.tiny import ARCHITECTURES, build_tiny
 from rlgen.models.weights import own_tensors
+from rlgen.run.checkpoint import whole_checkpoint
 from rlgen.run.manifest import read_manifest
 from rlgen.run.state import save_shards
-from rlgen.run.whole import whole_checkpoint
 
 __all__ = ["nothing_is_left", "recipe"]
 BUCKET = 64 << 20  # bytes

@@ -29,9 +29,8 @@ from rlgen.files import read_json
 from rlgen.models.load import WEIGHT_SHARDS, locate
 from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
-from rlgen.run.checkpoint import Checkpoints
+from rlgen.run.checkpoint import Checkpoints, whole_checkpoint
 from rlgen.run.manifest import check_files
-from rlgen.run.whole import whole_checkpoint
 from rlgen.setup.change import with_changes
 from rlgen.setup.evaluation import evaluate_model
 from rlgen.setup.replay import Past, replay
