@@ -35,7 +35,7 @@ class Sign(NamedTuple):
     remedy: str
 
 
-def measured(value: Metric | Measured, record: Record) -> float | None:
+def value_in(value: Metric | Measured, record: Record) -> float | None:
     return value(record) if callable(value) else record.get(value)
 
 
@@ -51,7 +51,7 @@ class Rule:
     action: Literal["warn", "stop", "checkpoint_and_stop"]
 
     def value(self, record: Record) -> float | None:
-        found = measured(self.sign.value, record)
+        found = value_in(self.sign.value, record)
         return found if found is None or self.whole is None else min(1.0, found / self.whole)
 
     def is_beyond(self, value: float) -> bool:

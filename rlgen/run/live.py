@@ -33,7 +33,7 @@ from rlgen.run.console import (
     takes_live_view,
     tokens_per_second,
 )
-from rlgen.run.health import Measured, clipped, measured, ref_kl, rules_of
+from rlgen.run.health import Measured, clipped, ref_kl, rules_of, value_in
 
 REFRESHES = 2  # a second
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -147,7 +147,7 @@ class View:
 
     def group(self, name: str, width: int) -> Text:
         """Returns the line of a group: its numbers that were measured, and a colour and a `!` for those that are bad."""
-        found = [(cell, self.judged(cell)) for cell in GROUPS[name] if measured(cell.of, self.last) is not None]
+        found = [(cell, self.judged(cell)) for cell in GROUPS[name] if value_in(cell.of, self.last) is not None]
         kept, room = [], width - LABEL
         for cell, (text, _) in sorted(found, key=lambda one: one[1][1] != BAD):  # what is bad first
             if room >= len(text):
@@ -158,7 +158,7 @@ class View:
 
     def judged(self, cell: Cell) -> tuple[str, str]:
         """Returns a number with its label, and its style: bad if its rule is broken, doubtful if only this step is beyond it."""
-        value, rule = measured(cell.of, self.last), self.rules.get(cell.rule)
+        value, rule = value_in(cell.of, self.last), self.rules.get(cell.rule)
         assert value is not None
         text = f"{cell.label} {in_thousands(value) if cell.form == 'k' else number_text(value, cell.form)}"
         if self.last.get(Family.HEALTH.of(cell.rule)):

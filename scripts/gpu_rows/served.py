@@ -187,7 +187,8 @@ def nccl(place: Place) -> Finding:
     """
     if place.gpu and torch.cuda.device_count() > 1:
         return beside_server(place, {"transfer": "nccl"}, {"CUDA_VISIBLE_DEVICES": "1"})
-    from rlgen.engines.nccl import bucket_bytes, buckets
+    from rlgen.engines.nccl import BUCKET_BYTES, bucket_bytes
+    from rlgen.engines.transfer import buckets
 
     if place.gpu:
         torch.cuda.set_device(torch.device(place.device))
@@ -195,7 +196,7 @@ def nccl(place: Place) -> Finding:
     model = random_model(config_of(place), place.device).to(torch.bfloat16)
     weights = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
     began, sent, alike = time.perf_counter(), 0, True
-    for bucket in buckets(weights):
+    for bucket in buckets(weights, BUCKET_BYTES):
         whole = bucket_bytes(list(bucket.values()))
         dist.broadcast(whole, src=0)
         sent += whole.nbytes

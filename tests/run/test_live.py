@@ -17,7 +17,7 @@ from rich.text import Text
 from rlgen.recipe import Recipe
 from rlgen.run import live
 from rlgen.run.console import Example
-from rlgen.run.health import measured
+from rlgen.run.health import value_in
 from rlgen.run.live import BAD, DOUBTFUL, GROUPS, SAMPLES, WELL, LiveConsole, View, curve
 
 STEP: dict[str, Any] = {
@@ -106,7 +106,7 @@ def test_the_curve_of_a_run() -> None:
 
 
 def styles(view: View, group: str) -> dict[str, str]:
-    return dict(view.judged(cell) for cell in GROUPS[group] if measured(cell.of, view.last) is not None)
+    return dict(view.judged(cell) for cell in GROUPS[group] if value_in(cell.of, view.last) is not None)
 
 
 def test_colours_say_what_is_bad() -> None:
