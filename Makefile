@@ -32,11 +32,11 @@ docs-check: $(READY) ## fail if one of them is not as the code has it
 pictures: $(READY) ## take the pictures of the documentation anew, with chromium, of runs that are trained for them
 	PYTHONPATH=tests $(VENV)/python scripts/pictures.py
 
-# Two workers more than cores, one thread each: tests also wait, and two busy threads in each of two processes take many times longer on
-# two cores. Tests start a hundred processes: what they import is compiled once, also where the shell keeps Python from writing what it has compiled.
+# One worker more than cores, because tests also wait. One thread each, because two busy threads in each of two processes take many
+# times longer on two cores. What the hundred processes of the tests import is compiled once, also where the shell forbids Python to.
 test: $(READY) ## all tests, real vLLM included
 	@$(VENV)/python -m compileall -q rlgen
-	OMP_NUM_THREADS=1 $(VENV)/pytest -n 4 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(VENV)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-all: $(READY) ## the slow tests too
 	OMP_NUM_THREADS=1 $(VENV)/pytest -n 2 --dist loadfile --no-loadscope-reorder --slow

@@ -53,13 +53,18 @@ LONG += ["test_make", "test_serve", "test_numbers", "test_two_processes", "test_
 RECIPE = """\
 run: {name: test, steps: 2}
 model: {path: "tiny:qwen3", dtype: float32}
-data: {source: "task:sort", chat: true, max_prompt_tokens: 64}
+data: {source: "task:sort", chat: true, max_prompt_tokens: 64, options: {size: 200}}
 rewards:
   - {use: exact_match}
   - {use: length, args: {target: 6}, weight: 0.1}
 rollout: {prompts_per_step: 4, group_size: 4, max_completion_tokens: 12}
 optim: {learning_rate: 1.0e-3}
 """
+
+
+def of_rows(source: str) -> str:
+    """`RECIPE` with another source and what belongs to it: of_rows("rows.jsonl, chat: true")."""
+    return RECIPE.replace('"task:sort", chat: true', source).replace(", options: {size: 200}", "")
 
 
 pytest_plugins = ["faults.table"]

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import RECIPE, ROOT, read_jsonl
+from conftest import RECIPE, ROOT, of_rows, read_jsonl
 from typer.testing import CliRunner
 
 from rlgen.cli.app import app
@@ -196,7 +196,7 @@ def test_what_is_not_made_warm(recipe_file: Path, tmp_path: Path) -> None:
         warm_start_command(path, TINY, None, 0.35)
     with pytest.raises(UsageError, match="exists already; name another folder with --out"):
         warm_start_command(path, TINY, tmp_path, 0.35)
-    path.write_text(RECIPE.replace("task:sort", "train.jsonl"))
+    path.write_text(of_rows('"train.jsonl", chat: true'))
     with pytest.raises(UsageError, match=r"data\.columns\.answer names no column of answers"):
         warm_start_command(path, TINY, tmp_path / "warm", 0.35)
 
@@ -216,7 +216,7 @@ def test_answers_of_a_file_are_learned(tmp_path: Path, capsys: Captured) -> None
     rows = "".join(f'{{"say": "{letter}", "reply": "{letter}{letter}"}}\n' for letter in "abcd")
     (tmp_path / "train.jsonl").write_text(rows)
     data = '"train.jsonl", columns: {prompt: say, answer: reply}'
-    path.write_text(RECIPE.replace('"task:sort"', data).replace("prompts_per_step: 4", "prompts_per_step: 2"))
+    path.write_text(of_rows(f"{data}, chat: true").replace("prompts_per_step: 4", "prompts_per_step: 2"))
     warm_start_command(path, TINY, tmp_path / "warm start", 0.9)
     *_, last = capsys.readouterr().out.splitlines()
     assert (tmp_path / "warm start" / "config.json").is_file()

@@ -60,7 +60,7 @@ def recipe_of_way(way: Way, folder: Path, **server: Any) -> Path:
     recipe = {
         "run": {"name": "run", "steps": 2},
         "model": {"path": "tiny:qwen3", "dtype": dtype, "lora": {} if trained == "lora" else None},
-        "data": {"source": "task:sort", "chat": True, "max_prompt_tokens": 64},
+        "data": {"source": "task:sort", "chat": True, "max_prompt_tokens": 64, "options": {"size": 100}},
         "rewards": [{"use": "spread.py:spread"}],
         "rollout": {"prompts_per_step": 4, "group_size": 2, "max_completion_tokens": 12},
         "engine": {"kind": engine, **settings},

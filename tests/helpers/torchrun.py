@@ -26,7 +26,7 @@ ALONE = [sys.executable]
 RECIPE = """\
 run: {name: test, steps: 2}
 model: {path: "tiny:qwen3", dtype: float32}
-data: {source: "task:sort", chat: true, max_prompt_tokens: 64}
+data: {source: "task:sort", chat: true, max_prompt_tokens: 64, options: {size: 100}}
 rewards: [{use: "spread.py:spread"}]
 rollout: {prompts_per_step: 5, group_size: 4, max_completion_tokens: 12, temperature: 0.9}
 engine: {kind: transformers}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import RECIPE
+from conftest import RECIPE, of_rows
 from helpers.recipes import problems, written
 
 from rlgen.recipe import LoadedRecipe, dump_recipe, load_recipe
@@ -61,10 +61,10 @@ def test_another_kind_starts_its_section_anew(write: Write) -> None:
 
 
 def test_paths_start_at_the_file_that_names_them(write: Write, tmp_path: Path) -> None:
-    write("below/base.yaml", RECIPE.replace('"task:sort", chat: true', "rows.jsonl") + "run2: 1\n")
+    write("below/base.yaml", of_rows("rows.jsonl") + "run2: 1\n")
     child = write("child.yaml", "extends: below/base.yaml\nrewards: [{use: 'r.py:f'}]\n")
     assert len(problems(child)) == 1
-    write("below/base.yaml", RECIPE.replace('"task:sort", chat: true', "rows.jsonl"))
+    write("below/base.yaml", of_rows("rows.jsonl"))
     recipe = load_recipe(child).recipe
     assert recipe.data.source == str(tmp_path / "below/rows.jsonl") and recipe.rewards[0].use == f"{tmp_path}/r.py:f"
 
