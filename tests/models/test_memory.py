@@ -188,7 +188,7 @@ def allocated(run: Callable[[], Any]) -> tuple[int, int]:
     return max(0, *held_then), held_then[-1]
 
 
-@pytest.mark.parametrize("shard", [None, 2])
+@pytest.mark.parametrize("shard", slow_but([None, 2], 2))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_rank_of_many_needs_what_torchs_own_tracker_counts(dtype: torch.dtype, shard: int | None) -> None:
     """Of rank 0 among eight processes that do not exist: backward, with moments, and without gradients of earlier passes."""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.rollouts import rollout_rows
+from helpers.slow import slow_but
 from helpers.spread import recipe, run, step_now
 from safetensors.torch import load_file
 from torch import Tensor
@@ -90,7 +91,7 @@ class Planted:
 
 
 @pytest.mark.fault(45)
-@pytest.mark.parametrize("what", ["loss", "gradient", "log-prob"])
+@pytest.mark.parametrize("what", slow_but(["loss", "gradient", "log-prob"], "gradient"))
 def test_what_is_not_finite_is_not_trained_on(recipe: Path, monkeypatch: pytest.MonkeyPatch, what: str, proof: Proof) -> None:
     value = math.inf if what == "gradient" else math.nan
     planted = Planted(monkeypatch, what, {2, 4}, value)

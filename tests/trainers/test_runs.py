@@ -106,7 +106,10 @@ def test_pairs_share_their_prompt_and_the_chosen_outscores(recipe_file: Path, en
 
 @pytest.mark.parametrize(
     ("kind", "updates", "beta"),
-    [*((kind, updates, 0) for kind in KINDS for updates in (1, 3)), ("grpo", 1, 0.1), ("rloo", 1, 0.1)],
+    slow_but(
+        [*((kind, updates, 0) for kind in KINDS for updates in (1, 3)), ("grpo", 1, 0.1), ("rloo", 1, 0.1)],
+        *[("grpo", 3, 0), ("online_dpo", 1, 0), ("rloo", 1, 0.1)],
+    ),
 )
 def test_one_policy_forward_a_trained_token_and_update(
     recipe_file: Path, kind: str, updates: int, beta: float, monkeypatch: pytest.MonkeyPatch
@@ -293,11 +296,10 @@ def test_a_correction_compares_log_probs_of_one_temperature(recipe_file: Path) -
 
 @pytest.mark.parametrize(
     ("schedule", "rates"),
-    [
-        ("constant", [0.0, 0.5, 1.0, 1.0]),
+    slow_but(
+        [("constant", [0.0, 0.5, 1.0, 1.0]), ("linear", [0.0, 0.5, 1.0, 0.5]), ("cosine", [0.0, 0.5, 1.0, 0.5])],
         ("linear", [0.0, 0.5, 1.0, 0.5]),
-        ("cosine", [0.0, 0.5, 1.0, 0.5]),
-    ],
+    ),
 )
 def test_the_warm_up_is_that_of_the_recipe(recipe_file: Path, schedule: str, rates: list[float]) -> None:
     optim = f"optim={{learning_rate: 1.0, schedule: {schedule}, warmup_steps: 2, max_grad_norm: 1.0e-9}}"
