@@ -47,11 +47,15 @@ def validate_command(path: Path, overrides: list[str], as_json: bool, count: int
     data = None
     if count and can_open(recipe):
         try:
+            from rlgen.models.load import without_values
+            from rlgen.models.lora import targets
             from rlgen.setup.data import open_data, open_dialogue
         except ImportError as error:
             echo(f"note: prompts are not shown: {error}")
         else:
             data = open_data(recipe)
+            if recipe.model.lora is not None:
+                targets(without_values(data.location, recipe.model.revision), recipe.model.lora.targets)
             if recipe.tools and (dialogue := open_dialogue(recipe, data.tokenizer, data.stop_ids, None)) is not None:
                 dialogue.turns.close()
     shown = [] if data is None else list(data.prompts.take(0, min(count, len(data.prompts))))

@@ -131,6 +131,19 @@ def check_model(location: str, revision: str | None, tokenizer: PreTrainedTokeni
     return positions(config)
 
 
+def class_of(config: PreTrainedConfig) -> Any:
+    """Returns the class of transformers, which has no type, that opens a model of this config."""
+    return transformers.AutoModelForImageTextToText if reads_images(config) else transformers.AutoModelForCausalLM
+
+
+def without_values(location: str, revision: str | None) -> PreTrainedModel:
+    """Returns the model of a config on the meta device, in float32: names, shapes and layout are all that is asked of it."""
+    config = load_config(location, revision)
+    with torch.device("meta"):
+        model: PreTrainedModel = class_of(config).from_config(config, dtype=torch.float32)
+    return model
+
+
 def positions(config: PreTrainedConfig) -> int | None:
     """Returns the model's maximum number of positions, or None if its config does not say.
 
@@ -167,7 +180,7 @@ def load_model(
         extra["distributed_config"] = DistributedConfig(tp_size=1)  # 5.17 computes with a size that is not given
     try:
         config = load_config(location, revision)
-        kind = transformers.AutoModelForImageTextToText if reads_images(config) else transformers.AutoModelForCausalLM
+        kind = class_of(config)
         with nullcontext() if divide is None else before_values(divide):
             model, report = kind.from_pretrained(
                 location,

@@ -29,7 +29,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -37,8 +36,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
@@ -46,9 +43,8 @@ from transformers import (
 
 from rlgen.errors import CheckpointError, DamagedCheckpoint, UsageError
 from rlgen.files import appears, read_json
-from rlgen.models.load import WEIGHT_SHARDS, load_config
+from rlgen.models.load import WEIGHT_SHARDS, without_values
 from rlgen.models.lora import is_adapted, load_adapter
-from rlgen.models.vision import reads_images
 from rlgen.models.weights import base_digest, non_finite, own_tensors
 from rlgen.processes import Processes
 from rlgen.run.checkpoint_folder import CheckpointFolder, ChosenCheckpoint
@@ -323,11 +319,7 @@ def whole_checkpoint(checkpoint: Path, folder: Path) -> Iterator[Path]:
         yield checkpoint
         return
     try:
-        config = load_config(str(checkpoint), None)
-        kind = AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
-        with torch.device("meta"):  # only names and layout are asked of it
-            model = kind.from_config(config, dtype=torch.float32)
-        model.save_pretrained(folder, state_dict=whole_shards(checkpoint / WEIGHT_SHARDS))
+        without_values(str(checkpoint), None).save_pretrained(folder, state_dict=whole_shards(checkpoint / WEIGHT_SHARDS))
         shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("state", NAME), dirs_exist_ok=True)
         yield folder
     finally:

@@ -425,6 +425,9 @@ MISTAKES: dict[str, Mistake] = {
         data("array.jsonl"), "an array of rows is a file that ends in .json", "look", 4, {"array.jsonl": json.dumps(ROWS)}
     ),
     "a model's folder without a config": Mistake("model: {path: ./m}", "holds no config.json", "look", 3, {"m/README.md": "x"}),
+    "layers of another model": Mistake(
+        "model: {path: 'tiny:qwen3', lora: {targets: [q_proj, query_key_value]}}", "they are called q_proj, k_proj", "look", 3
+    ),
     "a score as text": Mistake('rewards: [{use: "text.py:f"}]', "a reward is a finite number", "rewards test", 5),
     "one reward for a group": Mistake('rewards: [{use: "one.py:f"}]', "not a list of 4 rewards", "rewards test", 5),
     # A run.
