@@ -242,5 +242,8 @@ class TrainBatchBuilder:
         kl = torch.empty_like(gathered)
         kl[torch.from_numpy(by_holder(table, self.processes.world))] = gathered
         if not kl.isfinite().all():
-            raise DivergedError("the KL to the reference (trainer.kl k1_in_reward) is not finite: the reference overflows")
+            raise DivergedError(
+                "the KL to the reference (trainer.kl k1_in_reward) is not finite: the reference overflows in model.dtype; set"
+                " model.dtype to float32, or trainer.beta to 0"
+            )
         return kl
