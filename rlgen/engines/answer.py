@@ -103,6 +103,8 @@ def read_answer(raw: bytes, arrays: bool, url: str, version_of: Callable[[str], 
     """
     try:
         answer = ANSWER.decode(raw) if arrays else from_json(raw)
+        if arrays and len(answer.token_ids) != len(answer.logp):
+            raise ValueError(f"{len(answer.token_ids)} bytes of ids, {len(answer.logp)} of log-probs")
         if answer.finish_reason not in ("stop", "length"):
             ended = f"ended a completion with finish_reason {answer.finish_reason!r}"
             raise ServerLost(url, f"{ended}: something other than rlgen stopped it")

@@ -123,12 +123,12 @@ def locked(folder: str) -> int:
     return lock
 
 
-def is_locked(folder: str) -> bool | None:
-    """Returns whether a running process holds FOLDER/lock; None if there is no such file."""
+def is_locked(folder: str) -> bool:
+    """Returns whether a running process holds FOLDER/lock; False, too, if there is no such file."""
     try:
         lock = os.open(f"{folder}/lock", os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
-        return None
+        return False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return False
@@ -141,13 +141,18 @@ def is_locked(folder: str) -> bool | None:
 def sweep(parent: str) -> None:
     """Removes the folders that servers of this user left in `parent` when owner, guard and command were all killed."""
     for folder in glob.glob(f"{glob.escape(parent)}/rlgen-????????"):
-        with contextlib.suppress(OSError, ValueError):
-            if os.lstat(folder).st_uid != os.getuid() or is_locked(folder) is not False:  # no lock file: incomplete, not rlgen's
+        with contextlib.suppress(OSError, ValueError):  # no lock file: incomplete or not rlgen's
+            if os.lstat(folder).st_uid != os.getuid():
                 continue
-            shared: dict[str, int] = {}
-            with contextlib.suppress(FileNotFoundError), open(f"{folder}/shared", encoding="utf-8") as file:
-                shared = {path: inode for path, inode in json.load(file).items() if "/../" not in path}
-            remove(folder, shared)
+            lock = os.open(f"{folder}/lock", os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shared: dict[str, int] = {}
+                with contextlib.suppress(FileNotFoundError), open(f"{folder}/shared", encoding="utf-8") as file:
+                    shared = {path: inode for path, inode in json.load(file).items() if "/../" not in path}
+                remove(folder, shared)
+            finally:
+                os.close(lock)
 
 
 if __name__ == "__main__":

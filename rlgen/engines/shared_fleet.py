@@ -1,8 +1,8 @@
 """The servers of a run as each of several processes sees them.
 
-Every process of a run sends its own requests; only the main process manages the servers. A process that finds a server lost,
-the main one too, writes that to the store of the process group. A thread of the main process polls the store, whatever the main
-thread is doing, leaves the server out or recovers it, and writes the result. The keys, prefixed with the name of the pool's run:
+Every process of a run sends its own requests; only the main process manages the servers. Another process that finds a server lost
+writes that to the store of the process group. A thread of the main process polls the store, whatever the main thread is doing,
+leaves the server out or recovers it, and writes the result. The keys, prefixed with the name of the pool's run:
 
     asked            how many servers were found lost
     lost/N           the Nth of them: {"url", "what", "before", "waits": whether the process has no other server and waits}
@@ -14,7 +14,6 @@ thread is doing, leaves the server out or recovers it, and writes the result. Th
 import json
 import socket
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -41,6 +40,8 @@ class SharedServerPool:
         self._processes = processes
         self._pool: ServerPool | None = None
         self._stopped = threading.Event()
+        self._failure: RlgenError | None = None  # of the first failed recovery, in the main process
+        self._failing = threading.Lock()
 
         def start() -> tuple[tuple[Server, ...], EngineInfo, SentWeights, bool, bool]:
             pool = self._pool = open_pool()
@@ -50,8 +51,7 @@ class SharedServerPool:
         self._store = dist.PrefixStore(f"servers/{self.held.run}", processes.store)
         self._use(servers)
         try:
-            if self._pool is not None:
-                self._publish(self._pool)
+            self._publish()
             processes.run_all(self._reach)
         except BaseException:
             self.stop()
@@ -64,8 +64,10 @@ class SharedServerPool:
         turn = self._processes.rank % len(servers)  # spreads processes with few requests over the servers
         self.servers = (*servers[turn:], *servers[:turn])
 
-    def _publish(self, pool: ServerPool) -> None:
-        self._write("state", {"brought_back": pool.brought_back, "present": [server.url for server in pool.servers]})
+    def _publish(self) -> None:
+        if self._pool is not None:
+            there = [server.url for server in self._pool.servers]
+            self._write("state", {"brought_back": self._pool.brought_back, "present": there})
 
     def _reach(self) -> None:
         """Checks that this process can reach every server. Raises EngineError if it cannot."""
@@ -89,13 +91,19 @@ class SharedServerPool:
 
     @property
     def brought_back(self) -> Mapping[str, int]:
+        if self._pool is not None:
+            return self._pool.brought_back
         found: Mapping[str, int] = self._read("state")["brought_back"]
         return found
 
     def lose(self, lost: ServerLost, before: Mapping[str, int]) -> None:
         """Leaves a server out as `ServerPool.lose`, in this process at once."""
         self.servers = tuple(server for server in self.servers if server.url != lost.url) or self.servers
-        self._ask(lost, before, waits=False)
+        if self._pool is not None:
+            self._pool.lose(lost, before)
+            self._publish()
+        else:
+            self._ask(lost, before, waits=False)
 
     def _ask(self, lost: ServerLost, before: Mapping[str, int], waits: bool) -> int:
         number = self._store.add("asked", 1)
@@ -103,7 +111,11 @@ class SharedServerPool:
         return number
 
     def recover(self, lost: ServerLost, before: Mapping[str, int]) -> None:
-        """Does as `ServerPool.recover`: asks the main process to, and waits for the result."""
+        """Does as `ServerPool.recover`; outside the main process, asks it to and waits for the result."""
+        if self._pool is not None:
+            self._bring_back(self._pool, lost, before)
+            self._use(self._pool.servers)
+            return
         number = self._ask(lost, before, waits=True)
         while not self._store.check([f"recovered/{number}"]):
             if self._stopped.wait(POLL) or self._store.check(["stopped"]):
@@ -114,46 +126,64 @@ class SharedServerPool:
             raise error from lost
         self._use([self.servers[0].like(url) for url in self._read("state")["present"]])
 
-    def _listen(self, pool: ServerPool) -> None:
-        """Serves what all processes ask, until the servers are stopped. Runs in a thread of the main process.
+    def _bring_back(self, pool: ServerPool, lost: ServerLost, before: Mapping[str, int]) -> None:
+        """Recovers a server in the main process and publishes the counts of recoveries.
 
-        When a recovery has failed, all later ones have the same result, without another try.
+        Raises RlgenError if the recovery failed. Later calls raise the same error without trying again.
         """
-        number, failed = 1, dict[str, Any]()
+        with self._failing:
+            if self._failure is not None:
+                raise self._failure
+            try:
+                pool.recover(lost, before)
+            except RlgenError as error:
+                self._failure = error
+                raise
+            finally:
+                self._publish()
+
+    def _listen(self, pool: ServerPool) -> None:
+        """Serves the recovery requests of the other processes, until the servers are stopped. Runs in a thread."""
+        number = 1
         with suppress(RuntimeError):  # the store is gone, and so are the other processes
             while not self._stopped.wait(POLL):
                 if not self._store.check([f"lost/{number}"]):
                     continue
-                asked = self._read(f"lost/{number}")
+                asked, result = self._read(f"lost/{number}"), {}
                 lost = ServerLost(asked["url"], asked["what"])
                 try:
-                    if not asked["waits"]:
-                        pool.lose(lost, asked["before"])
-                    elif not failed:
-                        pool.recover(lost, asked["before"])
+                    if asked["waits"]:
+                        self._bring_back(pool, lost, asked["before"])
+                    else:
+                        self.lose(lost, asked["before"])
                 except RlgenError as error:
-                    failed = {"message": str(error), "exit_code": error.exit_code}
+                    result = {"message": str(error), "exit_code": error.exit_code}
                 except Exception as error:  # a bug: the waiting process must get an answer
-                    failed = {"message": f"{type(error).__name__}: {error}", "exit_code": RlgenError.exit_code}
-                self._use(pool.servers)
-                self._publish(pool)
-                self._write(f"recovered/{number}", failed)
+                    result = {"message": f"{type(error).__name__}: {error}", "exit_code": RlgenError.exit_code}
+                self._write(f"recovered/{number}", result)
                 number += 1
 
     def sync(self, weights: Weights, version: int, hashed: bool) -> SyncReport:
         """Sends all weights from the main process and returns its receipt in every process. Called by all at the same time."""
+        pool = self._pool
 
-        def send() -> tuple[SyncReport, SentWeights, Sequence[Server]]:
-            assert self._pool is not None  # the main process has it
+        def send() -> tuple[SyncReport, SentWeights, Sequence[Server]] | None:
+            if pool is None:
+                return None
             try:
-                return self._pool.sync(weights, version, hashed), self._pool.held, self._pool.servers
+                return pool.sync(weights, version, hashed), pool.held, pool.servers
             finally:
-                self._publish(self._pool)
-                deque(weights, maxlen=0)
+                self._publish()
+                # Sharded tensors are gathered by all processes at once: each must iterate over all of them.
+                for _ in weights:
+                    pass
 
-        if self._pool is None:
-            deque(weights, maxlen=0)  # sharded tensors are gathered by all processes at once: each must iterate over all of them
-        receipt, self.held, servers = self._processes.on_main(send, keepalive=True)
+        if pool is None:
+            for _ in weights:
+                pass
+        sent = self._processes.on_main(send, keepalive=True)
+        assert sent is not None  # the main process has a pool
+        receipt, self.held, servers = sent
         self._use(servers)
         return receipt
 

@@ -262,7 +262,8 @@ def open_llm(vllm: Any, arguments: dict[str, Any]) -> Any:
         known, llm = {field.name for field in fields(vllm.EngineArgs)}, vllm.LLM
     arguments = {name: value for name, value in arguments.items() if name in known or name not in DISPENSABLE}
     if unknown := ", ".join(sorted(set(arguments) - known)):
-        raise EngineError(f"vLLM {vllm.__version__} has no argument {unknown}; correct engine.extra, or use another version")
+        hint = "remove it from engine.extra, or, if it is not there, use another version"
+        raise EngineError(f"vLLM {vllm.__version__} has no argument {unknown}; {hint}")
     with transformers_classes_spared():
         try:
             return llm(**arguments)
