@@ -202,6 +202,8 @@ def test_an_answer_is_read_whole_or_not_at_all(form: Callable[[str | None], byte
             read_answer(whole[:cut], arrays, URL, lambda label: 3)
     with pytest.raises(ValueError, match="2 ids and 1 log-probs"):
         ServerAnswer.of([1], [7, 8], [-0.5], "stop", [], 0).packed()
+    with pytest.raises(ServerLost, match="8 bytes of ids, 4 of log-probs"):
+        read_answer(msgspec.msgpack.encode(ServerAnswer.of([1], [7, 8], [-0.5], "stop", [], 0)), True, URL, int)
 
 
 # --- asked for again ---------------------------------------------------------------------------------------------------------
