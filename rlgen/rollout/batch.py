@@ -157,18 +157,21 @@ def balanced(
     cost: Callable[[Sequence[int]], float],
     prompts: Prompts | None,
 ) -> list[list[Sequence[int]]]:
-    """Divides units among processes by cost. Packed groups stay whole, or as whole as the balance allows."""
+    """Divides units among processes by cost. Packed groups stay whole, or as whole as the balance allows.
+
+    Where one unit costs more than a share, nothing lowers the highest cost, so the next ones decide: the others are balanced too.
+    """
     of_group: dict[int, list[Sequence[int]]] = {}
     for place, unit in enumerate(units):
         of_group.setdefault(place if prompts is None else int(prompts.group[unit[0]]), []).append(unit)
-    pieces, best, least = list(of_group.values()), [list(units)], np.inf
+    pieces, best, least = list(of_group.values()), [list(units)], [np.inf]
     while True:
         shares = differencing([cost([row for unit in piece for row in unit]) for piece in pieces], world)
         found = [[unit for place in sorted(share) for unit in pieces[place]] for share in shares]
         found = found if prompts is None else levelled(found, cost)
         costs = [cost([row for unit in share for row in unit]) for share in found]  # pieces of a group share their prompt again
-        if max(costs) < least:
-            best, least = found, max(costs)
+        if (highest := sorted(costs, reverse=True)) < least:
+            best, least = found, highest
         halves = [half for piece in pieces for half in (piece[: len(piece) // 2], piece[len(piece) // 2 :]) if half]
         if max(costs) <= BALANCE * sum(costs) / world or len(halves) == len(pieces):
             return best

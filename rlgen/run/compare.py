@@ -101,7 +101,8 @@ def record_differences(file: str, step: int, left: Any, right: Any) -> Iterator[
         if key in MEASURED or key.startswith("time/"):
             continue
         ours, theirs = (side.get(key, THERE[False]) for side in (left, right))
-        if repr(ours) != repr(theirs):  # it tells -0.0 from 0.0, 1 from 1.0, and each other float from its neighbours
+        # Text tells -0.0 from 0.0, 1 from 1.0, and each other float from its neighbours.
+        if json.dumps(ours, sort_keys=True, default=repr) != json.dumps(theirs, sort_keys=True, default=repr):
             yield Difference(file, step, key, ours, theirs)
 
 

@@ -122,7 +122,7 @@ def replay(past: Past, step: int, changed: Recipe | None, say: Say, processes: P
     if changed is None:
         metrics = without_nonfinite(own(got, step).metrics)
     else:
-        other_settings = replace(settings, trainer=changed.trainer, optim=changed.optim)
+        other_settings = TrainSettings.of(changed, settings.location, settings.prompts)
         other_state = changed_state(state, other_settings, algorithms[1], step)
         other = build_learning(other_state, sampling, processes, weights, None)
         metrics, change = compare_settings(own, other, got, step)

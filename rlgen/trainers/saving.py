@@ -79,7 +79,8 @@ class Saver:
         """
         if self.checkpoints.complete(wait):
             self.processes.on_main(lambda: self.sampler.journal.drop(0, self.checkpoints.oldest()))
-            self.report.console.say(f"checkpoint: step {max(self.checkpoints.folder.steps())} is saved")
+            newest = max(self.checkpoints.folder.steps(), default=0)  # another machine may not see the folder yet
+            self.report.console.say(f"checkpoint: step {newest} is saved")
 
     @property
     def pinned(self) -> int | None:

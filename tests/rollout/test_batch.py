@@ -1,13 +1,15 @@
 """Micro-batches: every row once, little padding, within the budget; and what is trained on is what was sampled."""
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 from conftest import CPU
 from helpers.samples import make_sample
 
-from rlgen.rollout.batch import Prompts, collate, deal, differencing, even, plan
+from rlgen.rollout import batch
+from rlgen.rollout.batch import Prompts, balanced, collate, deal, differencing, even, plan
 from rlgen.rollout.sample import sample_seed
 from rlgen.rollout.samples import Samples
 
@@ -69,6 +71,28 @@ def cost(rows: list[int], group: np.ndarray, prompt: np.ndarray, own: np.ndarray
     pairs = sum(own[row] * (prompt[row] + own[row] / 2) for row in rows)
     once = {group[row]: prompt[row] for row in rows}
     return sum(own[row] for row in rows) + sum(once.values()) + ATTENTION * (pairs + sum(n * n / 2 for n in once.values()))
+
+
+@pytest.mark.parametrize("longest", [1.0, 0.7])
+def test_a_row_as_costly_as_all_others_leaves_these_within_the_budget(longest: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention makes one long row cost as much as a pass of many short ones: the highest cost stays, however many passes."""
+    divided, limit = list[Any](), 16384
+
+    def counted(*given: Any) -> Any:
+        divided.append(given)
+        assert len(divided) <= 100, "no end"
+        return balanced(*given)
+
+    monkeypatch.setattr(batch, "balanced", counted)
+    for seed in range(4):
+        draws = random.Random(seed)
+        own = [min(int(limit * longest) - 200, int(draws.expovariate(1 / (limit * 0.2)))) for _ in range(64)]
+        group, prompt = np.arange(8).repeat(8), np.full(64, 200)
+        lengths = [200 + tokens for tokens in own]
+        hands = deal([[row] for row in range(64)], lengths, limit, 2, Prompts(group, prompt), ATTENTION)
+        assert sorted(row for mine in hands for rows in mine for row in rows) == list(range(64))
+        for rows in (rows for mine in hands for rows in mine):
+            assert len(rows) == 1 or sum(own[row] for row in rows) + 200 * len({row // 8 for row in rows}) <= limit
 
 
 def test_padded_rows_cost_all_processes_about_the_same() -> None:
