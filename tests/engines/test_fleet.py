@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -101,8 +102,14 @@ class StandIn:
             self.process.send_signal(signal.SIGCONT)
         elif how == "cut off":
             self._ip("-n", self.space, "link", "set", "eth0", "up")
+            until(self.reachable)  # the kernel remembers for a second that nobody was there
         elif how is not None:
             self.server().call("POST", "/slow", {"seconds": 0.0})
+
+    def reachable(self) -> bool:
+        with suppress(OSError), socket.create_connection((self.host, self.port), TIMEOUT):
+            return True
+        return False
 
     @staticmethod
     def kill(pid: int) -> None:

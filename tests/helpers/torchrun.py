@@ -65,9 +65,15 @@ def well(ended: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """However a run ends, none of its processes goes on. Guards and workers of a busy machine have some seconds to end."""
+    """However a run ends, none of its processes goes on. Guards and workers of a busy machine have some seconds to end.
+
+    This process may have a guard of its own, of an engine that an earlier test opened.
+    """
+    this = psutil.Process()
+    before = this.children(recursive=True)
     yield
-    _, left = psutil.wait_procs([one for one in psutil.Process().children(recursive=True) if is_of_rlgen(one)], timeout=10)
+    begun = [one for one in this.children(recursive=True) if one not in before and is_of_rlgen(one)]
+    _, left = psutil.wait_procs(begun, timeout=10)
     words = [" ".join(process.cmdline()) for process in left]
     for process in left:
         process.kill()
