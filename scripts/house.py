@@ -66,17 +66,20 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-def circles() -> list[str]:
-    """Returns the modules that import each other, directly or by way of others; a line for each circle.
-
-    `rlgen` itself, which everybody may ask for the version, is in none.
-    """
+def uses_of_modules() -> dict[str, set[str]]:
+    """Returns the modules that each module of rlgen imports, but `rlgen` itself, which all may ask for the version."""
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files(PACKAGE)}
     modules = {name.removesuffix(".__init__"): path for name, path in names.items() if name != "rlgen.__init__"}
     uses = {}
     for name, path in modules.items():
         found = imported(path)
         uses[name] = {full if full in modules else full.rpartition(".")[0] for full in found} & set(modules) - {name}
+    return uses
+
+
+def circles() -> list[str]:
+    """Returns the modules that import each other, directly or by way of others; a line for each circle."""
+    uses = uses_of_modules()
     reached = {name: reachable(name, uses) for name in uses}
     found_circles = {
         frozenset(other for other in reached[name] if name in reached[other]) for name in uses if name in reached[name]

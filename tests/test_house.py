@@ -80,6 +80,11 @@ def test_no_modules_import_each_other() -> None:
     assert house.reachable("b", uses) == {"b", "c"} and "a" not in house.reachable("a", uses)
 
 
+def test_a_policy_needs_no_recipe() -> None:
+    """`make gpu-check` compares log-probs on machines that lack pydantic."""
+    assert not [name for name in house.reachable("rlgen.models.policy", house.uses_of_modules()) if "recipe" in name]
+
+
 def test_the_rooms_after_the_opening_know_no_recipe() -> None:
     """They take settings one by one; the only file that reads a recipe for an engine is the one that opens it."""
     passed = {line.partition(":")[0] for room in AFTER_OPENING for line in house.passes_of_a_recipe(room)}

@@ -1,15 +1,19 @@
 """Turns a lack of memory, and other errors of an architecture's own code, into errors that name settings of the recipe."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 
 from rlgen.errors import RlgenError, SetupError
 from rlgen.out_of_memory import failure_reason, is_out_of_memory, one_line
-from rlgen.recipe import Recipe
+
+if TYPE_CHECKING:
+    from rlgen.recipe import Recipe
 
 Phase: TypeAlias = Literal["load", "forward", "backward", "optimizer"]
 

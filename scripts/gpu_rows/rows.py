@@ -42,6 +42,7 @@ ROWS = (
     Row(name="vllm large bfloat16", tier=2, limit=240, check=check("served", "parity", "large", "bfloat16"), packages=VLLM),
     Row(name="vllm experts", tier=2, limit=240, check=check("served", "parity", "tiny:qwen3_moe", "bfloat16"), packages=VLLM),
     Row(name="checkpoint", tier=2, limit=300, check=check("served", "real"), packages=VLLM),
+    Row(name="smollm2", tier=2, limit=300, check=check("served", "smollm2"), packages=(*VLLM, "math-verify")),
     Row(name="sleep", tier=2, limit=240, check=check("served", "sleep"), packages=VLLM),
     Row(name="sync", tier=2, limit=240, check=check("served", "sync"), packages=VLLM),
     Row(name="server", tier=2, limit=240, check=check("served", "server"), packages=VLLM),

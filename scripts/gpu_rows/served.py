@@ -8,11 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -23,13 +24,16 @@ from gpu_rows.record import GIB, Finding, Place, Value, failed, judged, skipped
 from gpu_rows.runs import ROOT, last_output, per_second, recipe, rlgen, trained
 
 SHARE = 0.3  # of the GPU's memory, for vLLM
+CACHE = 4.0  # GiB for keys and values in rows that are not timed: they may run side by side
+NO_MODEL = "not run: no checkpoint at hand; name its folder with --model or RLGEN_REAL_MODEL"
 STEPS = 4  # of a training; the first warms up and is not timed
 TOKEN = "RLGEN_SERVER_TOKEN"
 
 
 def engine_of(place: Place, **changes: Any) -> dict[str, Any]:
     """Returns colocated vLLM as a recipe says it."""
-    return {"kind": "colocated", **({"gpu_memory_utilization": SHARE} if place.gpu else {}), **changes}
+    share = {"gpu_memory_utilization": SHARE} if place.gpu and "kv_cache_gib" not in changes else {}
+    return {"kind": "colocated", **share, **changes}
 
 
 def path_of(place: Place, model: str) -> str:
@@ -41,7 +45,7 @@ def parity(model: str, dtype: str) -> Callable[[Place], Finding]:
     """`rlgen doctor` on colocated vLLM: both sides at the start, and after changed weights were sent."""
 
     def check(place: Place) -> Finding:
-        return examined(recipe(place, path_of(place, model), engine_of(place), DTYPE=dtype), {})
+        return examined(recipe(place, path_of(place, model), engine_of(place, kv_cache_gib=CACHE), DTYPE=dtype), {})
 
     return check
 
@@ -49,8 +53,32 @@ def parity(model: str, dtype: str) -> Callable[[Place], Finding]:
 def real(place: Place) -> Finding:
     """`rlgen doctor` on a real checkpoint in bfloat16: trained weights have outliers that random ones have not."""
     if place.model is None:
-        return skipped("not run: no checkpoint at hand; name its folder with --model or RLGEN_REAL_MODEL")
-    return examined(recipe(place, place.model, engine_of(place), DTYPE="bfloat16"), {})
+        return skipped(NO_MODEL)
+    return examined(recipe(place, place.model, engine_of(place, kv_cache_gib=CACHE), DTYPE="bfloat16"), {})
+
+
+def smollm2(place: Place) -> Finding:
+    """The recipe of that name, on a real checkpoint in bfloat16: it learns, and the sentinel stays silent."""
+    if place.model is None:
+        return skipped(NO_MODEL)
+    path = Path(tempfile.mkdtemp(dir=place.folder)) / "smollm2.yaml"
+    path.write_text((ROOT / "recipes" / path.name).read_text())
+    records = trained(path, f"model.path={place.model}", "model.dtype=bfloat16", f"run.steps={60 if place.gpu else 2}")
+    if isinstance(records, Finding):
+        return records
+    greedy = [record["eval/reward/mean"] for record in records if "eval/reward/mean" in record]
+    rewards = [record["reward/mean"] for record in records if "reward/mean" in record]
+    steps = [record for record in records if record["step"] > 1]
+    values = [
+        Value("sampled reward of the first 5 steps", fmean(rewards[:5]), ""),
+        Value("of the last 5 steps", fmean(rewards[-5:]), "", least=0.3 if place.gpu else None),
+        Value("greedy, held out, before", greedy[0], ""),
+        Value("greedy, held out, after", greedy[-1], "", least=greedy[0] if place.gpu else None),
+        Value("steps with an alarm of the sentinel", sum(bool(r["sentinel/drift"]) for r in steps), "", most=0),
+        Value("a step", median(record["time/step"] for record in steps), "s"),
+    ]
+    numbers = {"rewards": rewards, "greedy": greedy, "mean_delta": [record["sampler/delta_mean"] for record in steps]}
+    return judged(values, f"{len(steps) + 1} steps of 64 completions of up to 24 tokens", numbers)
 
 
 def examined(path: Path, environment: dict[str, str]) -> Finding:
