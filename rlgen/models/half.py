@@ -34,12 +34,17 @@ def compute_in_half(model: PreTrainedModel) -> None:
 
     Parameters that the architecture always keeps in float32 are left unchanged.
     """
-    kept = re.compile("|".join(map(re.escape, model._keep_in_fp32_modules_strict or ())) or "$.")
+    kept = never_rounded(model)
     for name, unit, whole in units(model):
         modules = unit.named_modules(prefix=name) if whole else [(name, unit)]
         parameters = [(module, own, f"{path}.{own}") for path, module in modules for own in module._parameters]
         rounded = [(module, own) for module, own, path in parameters if not kept.search(path)]
         unit.forward = HalfForward(unit, rounded)
+
+
+def never_rounded(model: PreTrainedModel) -> re.Pattern[str]:
+    """Returns what the names of those parameters match that the architecture always keeps in float32."""
+    return re.compile("|".join(map(re.escape, model._keep_in_fp32_modules_strict or ())) or "$.")
 
 
 def compute_as_held(model: PreTrainedModel) -> None:

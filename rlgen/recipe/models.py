@@ -58,6 +58,9 @@ class ModelRecipe(Strict):
     """Branch, tag or commit of a hub id."""
     dtype: Dtype = "bfloat16"
     """Dtype of the forward pass. Trained weights are always float32."""
+    dither: StrictBool | None = None
+    """In bfloat16: begin with each trained weight at random among the float32 numbers that round to it, so that small updates
+    count from the first step on. None: yes."""
     fp32_head: StrictBool = True
     """Compute logits in float32, whatever the dtype is, in trainer and engine."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"

@@ -155,6 +155,11 @@ def _model(recipe: Recipe) -> Findings:
     if model.quantization is not None and model.lora is None:
         what = f"model.quantization {model.quantization} freezes all weights: without model.lora nothing is trained"
         yield Finding("model.quantization", what, "add `lora: {}` to model, or remove model.quantization")
+    if model.dither and (model.dtype != "bfloat16" or model.lora is not None):
+        what = "model.dither has no effect: " + (
+            "an adapter begins at random" if model.lora else "float32 weights are not rounded"
+        )
+        yield Finding("model.dither", what, "remove it")
     whole = {
         "optim.packing": "true" if recipe.optim.packing else None,
         "processes.strategy": "fsdp" if recipe.processes.strategy == "fsdp" else None,

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from rlgen.algorithms.base import Algorithm
 from rlgen.errors import SetupError, UsageError
 from rlgen.models.compiled import compile_layers
+from rlgen.models.dither import dither
 from rlgen.models.half import HALF, compute_in_half
 from rlgen.models.load import load_model
 from rlgen.models.lora import add_adapter, is_adapted
@@ -64,6 +65,8 @@ def open_policies(
         reference = open_shards(settings, mesh, processes, False, say, experts)
         pack_alike(reference, processes)
     held = None if base is None or not sharded else base_digest(policy.model, gather=False)
+    if base is None and policy.dtype == HALF and settings.model.dither is not False:
+        dither(policy.model, settings.run.seed)  # a checkpoint's weights take the place of these
     return Policies(policy=policy, reference=reference, sharded=sharded, base=base, held=held, weights=weights)
 
 

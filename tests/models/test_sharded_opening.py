@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, OlmoHybridConfig, Pre
 from rlgen.engines.transfer import FILE_BYTES
 from rlgen.errors import ProcessError, SetupError
 from rlgen.files import read_json
+from rlgen.models.dither import dither
 from rlgen.models.lora import adapter_tensors
 from rlgen.models.parts import part
 from rlgen.models.policy import Policy
@@ -128,6 +129,22 @@ def test_a_process_reads_its_experts(name: str, count: int, as_last_of: Callable
     for key, shard in model.named_parameters():
         assert torch.equal(part(shard), rows_of_last(full[key], 4)), key
         assert (part(shard).ndim == 3) == ("experts." in key) == (shard.device_mesh.ndim == 2), key
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_dither_is_the_same_for_all_shards(name: str, tmp_path: Path, as_last_of: Callable[[int], Processes]) -> None:
+    AutoModelForCausalLM.from_pretrained(build_tiny(name), dtype=torch.bfloat16).save_pretrained(tmp_path)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    dither(expected, 1)
+    settings, processes = TrainSettings.of(sharded(str(tmp_path)), str(tmp_path)), as_last_of(4)
+    experts = mesh_of_experts(processes, 2) if name == "qwen3_moe" else None
+    model = build_shards(settings, mesh_of(processes, None), True, print, experts).model
+    dither(model, 1)
+    full, changed = dict(expected.named_parameters()), 0
+    for key, shard in model.named_parameters():
+        assert torch.equal(part(shard), rows_of_last(full[key], 4)), key
+        changed += int((part(shard) != part(shard).to(torch.bfloat16)).sum())
+    assert changed > 1000
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,59 @@
+"""Places float32 weights at random among the numbers that round to the same bfloat16, so that small updates are not lost.
+
+A checkpoint in bfloat16 puts each float32 weight in the middle of the numbers that round to it. A weight of 0.1 must then move by
+0.0002 before a forward pass in bfloat16 sees another weight. A step of Adam with a learning rate of 5e-6 is a fortieth of that.
+So only very small weights change at first, and the model learns much slower than in float32.
+
+With dither, a weight that has moved by a fortieth of that way has changed its rounded value with a probability of a fortieth. So
+the rounded weights move as far as the float32 ones, on average (non-subtractive dither: Wannamaker et al., "A theory of
+nonsubtractive dither", IEEE Trans. Signal Processing 48, 2000). At the start the rounded weights are those of the checkpoint.
+"""
+
+from collections.abc import Sequence
+from zlib import crc32
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlgen.models.half import never_rounded
+from rlgen.models.parts import part, place_of
+
+LOW = 0xFFFF  # the bits of a float32 that bfloat16 lacks
+AT_A_TIME = 1 << 20  # numbers, whose random ones take 8 bytes each
+MASK = 0xFFFFFFFF
+
+
+@torch.no_grad()
+def dither(model: PreTrainedModel, seed: int) -> None:
+    """Moves the trained float32 weights of `model` that are exact in bfloat16, in place; each by less than its rounding allows.
+
+    What is drawn depends on the seed, the weight's name and its place in the whole tensor: it is the same for any sharding.
+    """
+    kept = never_rounded(model)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype == torch.float32 and not kept.search(name):
+            local, (_, first) = part(parameter.detach()), place_of(parameter)
+            if local.numel():
+                move(local, first, parameter.shape, crc32(name.encode(), seed & MASK))
+
+
+def move(weight: Tensor, first: Sequence[int], whole: Sequence[int], key: int) -> None:
+    """Moves the part `weight` of a tensor of the shape `whole`, which begins at the index `first`."""
+    rows = max(1, AT_A_TIME * len(weight) // weight.numel()) if weight.ndim else 1
+    for begin in range(0, len(weight) if weight.ndim else 1, rows):
+        bits = (weight[begin : begin + rows] if weight.ndim else weight).view(torch.int32)
+        place = torch.zeros((), dtype=torch.int64, device=weight.device)
+        for dim, (size, offset, length) in enumerate(zip(bits.shape, first, whole, strict=True)):
+            offset += begin if dim == 0 else 0
+            place = place[..., None] * length + torch.arange(offset, offset + size, device=weight.device)
+        exact = ((bits & LOW) == 0) & (bits & 0x7FFFFFFF != 0)  # 0 is at the edge of negative numbers, and needs no dither
+        bits += torch.where(exact, random_16(place, key) - LOW // 2, 0).int()
+
+
+def random_16(place: Tensor, key: int) -> Tensor:
+    """Returns numbers from 0 to 65,534, a function of `place` and `key` that looks random (the mixing steps of MurmurHash3)."""
+    mixed = (place * 0x9E3779B1 + key) & MASK
+    for factor, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13)):
+        mixed = ((mixed ^ (mixed >> shift)) * factor) & MASK
+    return (mixed ^ (mixed >> 16)) % LOW
