@@ -180,7 +180,7 @@ def open_server(name: str) -> Engine:
 OPENERS: dict[str, Callable[[str], Engine]] = {"colocated": open_vllm, "transformers": open_transformers, "server": open_server}
 
 
-@pytest.fixture(scope="module", params=slow_but(OPENERS, "colocated", "transformers"))
+@pytest.fixture(scope="module", params=slow_but(OPENERS, *(name for name in OPENERS if name != "server")))
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """Every engine on tiny:qwen3."""
     opened = OPENERS[request.param]("qwen3")

@@ -230,7 +230,8 @@ def needs(counts: Counts, plan: MemoryPlan) -> dict[str, Parts]:
     shards = (plan.shard or plan.processes) if plan.sharded else 1
     adapters = counts.sides * (plan.adapter_rank or 0)
     trained = adapters or counts.parameters // shards
-    base = {"trainer weights": FLOAT32 * counts.parameters // shards + FLOAT32 * adapters}  # adapters are whole everywhere
+    held = plan.trainer_bytes if adapters else FLOAT32  # frozen weights need no room for small updates
+    base = {"trainer weights": held * counts.parameters // shards + FLOAT32 * adapters}  # adapters are whole everywhere
     load = dict(base)
     if plan.reference and not adapters:  # adapters are switched off for it
         base["reference"] = FLOAT32 * counts.parameters // shards
@@ -297,8 +298,8 @@ def passing_bytes(counts: Counts) -> int:
 
 
 def rounded_layer(counts: Counts, plan: MemoryPlan) -> Parts:
-    """Returns the bytes of a layer's matrices, rounded while it runs; empty if it computes in float32."""
-    if plan.trainer_bytes == FLOAT32:
+    """Returns the bytes of a layer's matrices, rounded while it runs; empty if they are held as they are computed with."""
+    if plan.trainer_bytes == FLOAT32 or plan.adapter_rank is not None:
         return {}
     return {"bfloat16 weights": plan.trainer_bytes * counts.matrices // counts.layers}
 
@@ -320,7 +321,8 @@ def backward_parts(counts: Counts, plan: MemoryPlan) -> Parts:
         **{part: 2 * size for part, size in rounded_layer(counts, plan).items()},  # and their gradients
         "gradients of states": 2 * FLOAT32 * plan.rows * plan.length * counts.hidden,
         **head_parts(counts, plan),
-        "head's gradient": FLOAT32 * counts.vocabulary * counts.hidden,  # before it is added to the total
+        # before it is added to the total; under an adapter the head is frozen
+        "head's gradient": 0 if plan.adapter_rank else FLOAT32 * counts.vocabulary * counts.hidden,
     }
 
 
@@ -339,7 +341,7 @@ def head_parts(counts: Counts, plan: MemoryPlan) -> Parts:
         "head's states": 2 * width * tokens * counts.hidden,
         "chunk of logits": CHUNKS * FLOAT32 * positions * counts.vocabulary,
     }
-    if plan.trainer_bytes < FLOAT32:
+    if plan.trainer_bytes < FLOAT32 and plan.adapter_rank is None:
         parts["head's states"] += plan.trainer_bytes * counts.vocabulary * counts.hidden  # its weight, rounded
     return parts
 

@@ -90,7 +90,7 @@ def test_the_model_runner_is_read_from_the_worker() -> None:
 def test_an_engine_says_its_model_runner_and_that_nothing_is_quantised(engine: Any) -> None:
     facts = engine.facts()
     assert facts.quantization is None
-    assert facts.runner == (None if facts.engine.startswith("transformers") else "V1")
+    assert facts.runner == ("V1" if facts.engine.startswith("vllm") else None)
 
 
 def test_a_quantised_engine_needs_a_gpu() -> None:

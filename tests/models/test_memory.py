@@ -288,8 +288,11 @@ CHANGED: dict[str, tuple[dict[str, Any], str, dict[str, int | None]]] = {
     "LoRA": (
         {"adapter_rank": 2, "reference": True},
         "optimizer",
-        {"trainer weights": 4400, "Adam moments": 800, "gradients": 400, "copy to save": 1200, "reference": None},
+        {"trainer weights": 2400, "Adam moments": 800, "gradients": 400, "copy to save": 1200, "reference": None},
     ),
+    "LoRA in float32": ({"adapter_rank": 2, "trainer_bytes": 4}, "optimizer", {"trainer weights": 4400}),
+    # the frozen weights are held in bfloat16
+    "LoRA, backward": ({"adapter_rank": 2}, "backward", {"bfloat16 weights": None, "head's gradient": 0, "head's states": 1600}),
     "DDP": ({"processes": 4}, "optimizer", {"trainer weights": 4000, "gradients": 4000, "buckets to send": 4000}),
     "FSDP": (
         FSDP,
@@ -333,7 +336,7 @@ WHOLE_PHASES: dict[str, tuple[dict[str, Any], str, dict[str, int]]] = {
     "a reference is copied later": ({"processes": 4, "reference": True}, "load", {"trainer weights": 4000}),
     "loaded by shards": (FSDP, "load", {"trainer weights": 1000, "reference": 1000, **GATHERED}),
     "shards of two": (FSDP | {"shard": 2}, "load", {"trainer weights": 2000, "reference": 2000, **GATHERED}),
-    "loaded by shards, LoRA": (FSDP | {"adapter_rank": 2}, "load", {"trainer weights": 1000 + 400, **GATHERED}),
+    "loaded by shards, LoRA": (FSDP | {"adapter_rank": 2}, "load", {"trainer weights": 500 + 400, **GATHERED}),
 }
 
 
