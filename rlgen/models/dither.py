@@ -1,11 +1,12 @@
 """Places float32 weights at random among the numbers that round to the same bfloat16, so that small updates are not lost.
 
 A checkpoint in bfloat16 puts each float32 weight in the middle of the numbers that round to it. Near 0.1 the numbers of bfloat16
-are 0.0005 apart, and a step of Adam at a learning rate of 5e-6 moves a weight by a hundredth of that. So it takes fifty such steps
-until the weight rounds to another number: at first only very small weights change, and the model learns much slower than in float32.
+are 0.0005 apart, and a step of Adam at a learning rate of 5e-6 moves a weight by a hundredth of that. So it takes fifty such
+steps until the weight rounds to another number: at first only very small weights change, and the model learns much slower than in
+float32.
 
-With dither, a weight that has moved by a hundredth of this distance rounds to another number with a probability of a hundredth. So
-the rounded weights move as far as the float32 ones, on average (non-subtractive dither: Wannamaker et al., "A theory of
+With dither, a weight that has moved by a hundredth of this distance rounds to another number with a probability of a hundredth.
+So the rounded weights move as far as the float32 ones, on average (non-subtractive dither: Wannamaker et al., "A theory of
 nonsubtractive dither", IEEE Trans. Signal Processing 48, 2000). At the start the rounded weights are those of the checkpoint.
 """
 
