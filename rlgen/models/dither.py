@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlgen.models.half import never_rounded
-from rlgen.models.parts import part, place_of
+from rlgen.models.parts import part, extent_of
 
 LOW = 0xFFFF  # the bits of a float32 that bfloat16 lacks
 AT_A_TIME = 1 << 20  # numbers, whose random ones take 8 bytes each
@@ -34,7 +34,7 @@ def dither(model: PreTrainedModel, seed: int) -> None:
     kept = never_rounded(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype == torch.float32 and not kept.search(name):
-            local, (_, first) = part(parameter.detach()), place_of(parameter)
+            local, (_, first) = part(parameter.detach()), extent_of(parameter)
             if local.numel():
                 move(local, first, parameter.shape, crc32(name.encode(), seed & MASK))
 

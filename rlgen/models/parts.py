@@ -21,7 +21,7 @@ def part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def place_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def extent_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the shape of this process's part of a tensor, and the index in the whole tensor at which the part begins."""
     if isinstance(tensor, DTensor):
         return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -40,7 +40,7 @@ def part_of_stored(stored: Stored, tensor: Tensor) -> Tensor:
     """Returns the part of a stored tensor that this process would hold if it were sharded as `tensor` is. Reads only that."""
     if not isinstance(tensor, DTensor):
         return stored[...]
-    shape, offsets = place_of(tensor)
+    shape, offsets = extent_of(tensor)
     if not all(shape):
         return tensor.to_local().new_empty(shape)
     return stored[tuple(slice(first, first + size) for first, size in zip(offsets, shape, strict=True))]
