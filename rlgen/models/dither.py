@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlgen.models.half import never_rounded
-from rlgen.models.parts import part, extent_of
+from rlgen.models.parts import extent_of, part
 
 LOW = 0xFFFF  # the bits of a float32 that bfloat16 lacks
 AT_A_TIME = 1 << 20  # numbers, whose random ones take 8 bytes each
