@@ -55,15 +55,17 @@ def merged_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def base_digest(model: PreTrainedModel, gather: bool = True) -> str:
+def base_digest(model: PreTrainedModel, gather: bool = True, reads: bool = True) -> str:
     """Returns the SHA-256 over names and bytes of `own_tensors`: for an adapted model, of its frozen base.
 
-    With `gather`, that of whole tensors: sharded ones are gathered one by one, and all processes must call this together.
-    Otherwise that of this process's shards.
+    With `gather`, that of whole tensors: sharded ones are gathered one by one, and all processes must call this together. A process
+    that does not read them takes part, and returns no digest of them. Without `gather`, that of this process's shards.
     """
     digest = hashlib.sha256()
     for name, held in own_tensors(model).items():
         tensor = whole(held) if gather else part(held)
+        if not reads:
+            continue
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -57,7 +57,10 @@ def open_policies(
     if checkpoint:  # one of another model is refused early
         processes.run_all(lambda: check_fit(checkpoint, policy.model, settings.trainer.kind))
     needs_reference, reference = algorithm.reference != "none", None
-    base = base_digest(policy.model) if is_adapted(policy.model) else None
+    base = None
+    if is_adapted(policy.model):  # of shards the first process reads the whole tensors, and tells the others
+        base = base_digest(policy.model, reads=not sharded or processes.is_main)
+        base = processes.gather([base])[0] if sharded else base
     weights = base or bits(policy.model, processes)
     if needs_reference and base is None:  # an adapter's checkpoint stores the digest of its base itself
         processes.run_all(lambda: same_reference(settings.location, weights, began_with))
