@@ -19,7 +19,7 @@ class AnyEngineRecipe(Strict):
 
     @property
     def memory(self) -> str:
-        """Returns where weights and cache of the engine are: `engine` of `rlgen.models.memory.Plan`."""
+        """Returns where weights and cache of the engine are: `engine` of `rlgen.models.memory.MemoryPlan`."""
         return "elsewhere"
 
     @property

@@ -184,7 +184,7 @@ class Checkpoints:
         clock, processes = PhaseClock(), self.processes
         draws = processes.gather([random_tensors()])
         processes.on_main(partial(self.folder.begin, at.step))
-        self._writer = processes.run_all(
+        writer = processes.run_all(
             lambda: Writer(
                 checkpoints=self,
                 model=model,
@@ -196,8 +196,13 @@ class Checkpoints:
                 clock=clock,
             )
         )
-        self._writer.start()
-        return self._writer.final
+        try:
+            writer.start()
+        except BaseException:  # Ctrl-C: without its thread nothing would ever end the save, and `close` would wait for it
+            writer.hook.remove()
+            raise
+        self._writer = writer
+        return writer.final
 
     def complete(self, wait: bool) -> bool:
         """Returns whether a save has been completed since the last call. All processes must call this together.

@@ -70,6 +70,19 @@ def test_an_update_waits_until_the_save_before_it_has_copied(tmp_path: Path, mon
     learn(*mine)  # waits for nothing: no save is going on
 
 
+def test_an_interrupt_before_the_thread_begins_leaves_nothing_to_wait_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, checkpoints = parts(), Checkpoints(tmp_path, 2, Processes.alone())
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        before(writing.Writer, "start", lambda *_: signal.raise_signal(signal.SIGINT), patch.setattr)
+        checkpoints.save(position(1), *mine)
+    assert checkpoints.close() is None and not checkpoints.complete(wait=True)
+    learn(*mine)  # an update waits for no copy
+    checkpoints.save(position(2), *mine)
+    assert checkpoints.complete(wait=True) and checkpoints.folder.path(2).is_dir()
+
+
 def test_what_is_written_is_what_was_when_the_save_began(tmp_path: Path, gate: Gate) -> None:
     """The loop trains on and draws on while the writer is busy, and begins the next save only after it."""
     mine, checkpoints = parts(), Checkpoints(tmp_path, 2, Processes.alone())
