@@ -58,8 +58,8 @@ def merged_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 def base_digest(model: PreTrainedModel, gather: bool = True, reads: bool = True) -> str:
     """Returns the SHA-256 over names and bytes of `own_tensors`: for an adapted model, of its frozen base.
 
-    With `gather`, that of whole tensors: sharded ones are gathered one by one, and all processes must call this together. A process
-    that does not read them takes part, and returns no digest of them. Without `gather`, that of this process's shards.
+    With `gather`, that of whole tensors: sharded ones are gathered one by one, and all processes must call this together. One
+    that does not read them only takes part, and returns no digest of them. Without `gather`, that of this process's shards.
     """
     digest = hashlib.sha256()
     for name, held in own_tensors(model).items():
