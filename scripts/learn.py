@@ -55,7 +55,7 @@ class Row:
         return self.task, self.trainer, f"{self.before:.3f}", *means, apart, words[self.verdict.higher]
 
 
-HEADS = ("task", "trainer", "before", *TOOLS, "rlgen less TRL", "rlgen is")
+HEADS = ("task", "trainer", "before", *TOOLS, "rlgen less TRL", "verdict")
 
 
 def grid(seeds: int, size: Size, only: str) -> list[Cell]:
