@@ -47,7 +47,7 @@ def test_a_row_of_the_table() -> None:
     widest = {replace(of, task="arithmetic", trainer="online_dpo"): one for of, one in BEHIND.items()}
     assert max(map(len, learn.text(learn.rows_of(widest)).splitlines())) <= 80
     assert learn.markdown([row]) == (
-        "| task | trainer | before | rlgen | TRL | rlgen less TRL | rlgen |\n"
+        "| task | trainer | before | rlgen | TRL | rlgen less TRL | verdict |\n"
         "| --- | --- | --- | --- | --- | --- | --- |\n"
         "| reverse | grpo | 0.250 | 0.850 | 0.550 | +0.300 (+0.187 to +0.413) | ahead |\n"
     )
