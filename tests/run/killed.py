@@ -1,7 +1,7 @@
 """`rlgen` that kills itself by SIGKILL at one instant: killed.py INSTANT train RECIPE …
 
-An instant says what, and N@S: the N-th time in step S (0: never, only count). What is written of a checkpoint beside the loop
-belongs to the step that is saved, whatever the loop is at.
+An instant says what, and N@S: the N-th time in step S (0: never, only count). What is written beside the loop, of a checkpoint or
+of a step's rollouts, belongs to the step that it is of, whatever the loop is at.
 
     before:MODULE:FUNCTION:N@S    half:…    after:…    when a call begins, inside it, when it has ended
     file:FRAGMENT:N@S                                  when a path with FRAGMENT is about to be written, renamed, made or removed
@@ -12,6 +12,7 @@ The variable COUNTED may name a file for how often it happened in step S, for th
 import importlib
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -33,9 +34,11 @@ class Count:
         self.last, self.step = map(int, instant.rpartition(":")[2].split("@"))
         self.now = self.times = 0
 
-    def reached(self) -> bool:
+    def reached(self, path: str = "") -> bool:
         kind, _, saved = threading.current_thread().name.partition("-")
-        if (int(saved) if kind == "save" else self.now) != self.step:
+        rollouts = re.search(r"/rollouts/\D*(\d+)", path)
+        step = int(saved) if kind == "save" else int(rollouts[1]) if rollouts else self.now
+        if step != self.step:
             return False
         self.times += 1
         if "COUNTED" in os.environ:
@@ -149,7 +152,7 @@ def watch_files(fragment: str, count: Count) -> None:
             path, written = arguments[EVENTS[event]], True
         else:
             return
-        if written and fragment in str(path) and count.reached():
+        if written and fragment in str(path) and count.reached(str(path)):
             count.die(f"{event} {Path(str(path)).name}")
 
     sys.addaudithook(heard)
