@@ -48,7 +48,10 @@ class Problem:
 
 
 class RecipeError(RlgenError):
-    """All mistakes of one recipe, in line order."""
+    """A recipe has mistakes. The message lists them all.
+
+    `problems` are in line order.
+    """
 
     exit_code = 2
 
@@ -76,7 +79,7 @@ class RewardError(RlgenError):
 
 
 class ToolError(RlgenError):
-    """A tool cannot be found or described to the model. If a call raises, the model reads the exception instead."""
+    """A tool cannot be found or described to the model. If a call raises, the run goes on: the model reads the exception."""
 
     exit_code = 5
 
@@ -88,13 +91,16 @@ class CodeError(RlgenError):
 
 
 class EngineError(RlgenError):
-    """The engine failed, gave answers that do not fit the requests, or did not take the weights."""
+    """The engine failed, gave answers that do not fit the requests, or did not load the weights."""
 
     exit_code = 6
 
 
 class ServerLost(EngineError):
-    """A server cannot be reached, died or hangs. Its requests can be repeated once it holds the weights again."""
+    """A server cannot be reached, died or hangs. If rlgen cannot recover it, the run ends: start the server, then --resume.
+
+    The requests can be repeated once the server holds the weights again.
+    """
 
     def __init__(self, url: str, what: str) -> None:
         self.url, self.what = url, what
@@ -120,12 +126,12 @@ class Fault(StrEnum):
     DROPPED_STOP_TOKEN = "dropped_stop_token", "A completion lacks the id that ended it."
     UNKNOWN_IDS = "unknown_ids", "A completion has ids that the vocabulary lacks."
     MISSING_LOGPROBS = "missing_logprobs", "An id has no log-prob, or an impossible one: above 0, infinite or NaN."
-    FOREIGN_TOKENS = "foreign_tokens", "Your rollout function returned ids that the engine did not sample at this place."
+    FOREIGN_TOKENS = "foreign_tokens", "Your rollout function marks ids as sampled that the engine did not sample there."
     SHIFTED_LOGPROBS = "shifted_logprobs", "A token has the log-prob of its neighbour."
     NUMERICS = "numerics", "Ids and weights are the same, but the log-probs differ from the start."
     RAW_LOGPROBS = "raw_logprobs", "The log-probs are those of the logits before the temperature is applied."
     WRONG_TEMPERATURE = "wrong_temperature", "Trainer and engine compute at different temperatures."
-    TRUNCATED_SUPPORT = "truncated_support", "The engine restricts sampling by top-p, top-k or min-p."
+    TRUNCATED_SUPPORT = "truncated_support", "Trainer and engine keep different tokens under top-p, top-k or min-p."
     INCOMPLETE_SYNC = "incomplete_sync", "Tensors did not arrive, or were not loaded."
     STALE_TENSOR = "stale_tensor", "One tensor is of an earlier version."
     STALE_HEAD = "stale_head", "The head's copy of a tied embedding is of an earlier version."
@@ -138,7 +144,7 @@ class Fault(StrEnum):
     BATCH_DEPENDENCE = "batch_dependence", "The other completions of a batch change a completion."
     SPLIT_DEPENDENCE = "split_dependence", "The split into micro-batches changes the gradient."
     STALE_ROLLOUTS = "stale_rollouts", "Samples come from older weights than the training loop assumes."
-    BLIND_BOUNDS = "blind_bounds", "The recipe's bounds would hide every fault."
+    BLIND_BOUNDS = "blind_bounds", "The bounds would hide every fault."
     DRIFT = "drift", "A gap appeared during training, and no known cause fits."
     UNEXPLAINED = "unexplained", "No known cause explains the gap."
 
@@ -167,7 +173,7 @@ class CheckpointError(RlgenError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint differs from what was written, or was never finished. An earlier one may be good."""
+    """A checkpoint differs from what was written, or was never finished. `--resume` uses the newest good one."""
 
 
 class ProcessError(RlgenError):

@@ -19,6 +19,7 @@ from rlgen.errors import CheckpointError
 from rlgen.redact import printable_json
 
 MODE, FOLDER_MODE = 0o640, 0o750  # upper limits of the permissions
+REMEDY = "free space or change run.dir"  # if a run's files cannot be written
 
 
 @contextmanager
@@ -36,18 +37,18 @@ def private_files() -> Iterator[None]:
 
 
 @contextmanager
-def written(path: Path, errors: tuple[type[BaseException], ...] = (OSError,)) -> Iterator[None]:
+def written(path: Path, errors: tuple[type[BaseException], ...] = (OSError,), remedy: str = REMEDY) -> Iterator[None]:
     """Converts an OSError of the block, in which `path` is written, to a CheckpointError. `errors`: those that are converted."""
     try:
         yield
     except errors as error:
-        raise unwritable(path, error) from error
+        raise unwritable(path, error, remedy) from error
 
 
-def unwritable(path: Path, error: BaseException) -> CheckpointError:
+def unwritable(path: Path, error: BaseException, remedy: str = REMEDY) -> CheckpointError:
     if isinstance(error, OSError) and error.errno == errno.ELOOP:
         return CheckpointError(f"{path} is a link, and rlgen follows no links to its own files; remove it")
-    return CheckpointError(f"{path} cannot be written: {error}; free space or change run.dir")
+    return CheckpointError(f"{path} cannot be written: {error}; {remedy}")
 
 
 def open_plain(path: Path, flags: int) -> int:

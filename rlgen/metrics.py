@@ -8,17 +8,20 @@ from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from typing import Any, Self
 
+NATS = "nats a token"
 # Which recipes write a metric.
 POLICY = "`trainer.kind`: grpo, rloo"
-COMPARABLE = "`eval`, if engine and trainer can be compared"
 FAILING = "rewards that failed in the step"
-# What holds for all keys that begin so, unless a member says something else.
+# What holds for all keys that begin so, unless a member or an earlier entry says something else.
 WHEN = {
     "clip/": "losses that clip the ratio",
     "dpo/": "`trainer.kind`: online_dpo",
+    "eval/sampler/": "`eval`, if engine and trainer can be compared",
     "eval/": "`eval`",
     "kl/old_": POLICY,
-    "turns/": "`tools`",
+    "kl/ref_": "`trainer.beta` above 0",
+    "opsm/": "`trainer.off_policy_max` set",
+    "turns/": "`tools` or `environment`",
 }
 
 
@@ -64,7 +67,7 @@ class Metric(Explained):
     COMPLETIONS_TRUNCATED = (
         "completions/truncated",
         "share",
-        "Completions cut off at `rollout.max_completion_tokens`; with tools also at `rollout.max_turns` or"
+        "Completions cut off at `rollout.max_completion_tokens`; with tools or an environment also at `rollout.max_turns` or"
         " `rollout.reply_timeout`.",
     )
     TURNS_MEAN = "turns/mean", "turns", "Mean number of the model's turns in a completion."
@@ -75,27 +78,23 @@ class Metric(Explained):
     TOKENS_TRAINED = "tokens/trained", "tokens", "Completion tokens that the loss learned from."
     TOKENS_PADDING = "tokens/padding", "tokens", "Padding positions of the micro-batches of one update, over all processes."
 
-    ENTROPY = "entropy", "nats a token", "Mean entropy of the sampling distribution at the trained tokens."
+    ENTROPY = "entropy", NATS, "Mean entropy of the sampling distribution at the trained tokens."
     ENTROPY_KEPT = "entropy_mask/kept_frac", "share", "Tokens that `trainer.top_entropy` keeps.", POLICY
     KL_OLD_K1 = (
         "kl/old_k1",
-        "nats a token",
+        NATS,
         "KL from the weights before the first update to the current ones, estimated by the mean of -log ratio.",
     )
-    KL_OLD_K3 = (
-        "kl/old_k3",
-        "nats a token",
-        "The same KL, estimated by the mean of ratio - 1 - log ratio, which is never negative.",
-    )
+    KL_OLD_K3 = "kl/old_k3", NATS, "The same KL, estimated by the mean of ratio - 1 - log ratio, which is never negative."
     KL_REF_K1 = (
         "kl/ref_k1",
-        "nats a token",
-        "KL to the reference, estimated by the mean of policy_logp - ref_logp.",
-        "`trainer.beta` above 0",
+        NATS,
+        "KL to the reference, estimated by the mean of policy_logp - ref_logp; with `trainer.kl`: k1_in_reward, by that of"
+        " sampler_logp - ref_logp.",
     )
     KL_REF_K3 = (
         "kl/ref_k3",
-        "nats a token",
+        NATS,
         "The same KL, estimated by the mean of exp(-u) + u - 1 with u = policy_logp - ref_logp.",
         "`trainer.beta` above 0 and `trainer.kl` not k1_in_reward",
     )
@@ -104,13 +103,8 @@ class Metric(Explained):
     CLIP_HIGH = "clip/high", "share", "Tokens or completions of positive advantage whose ratio is above 1 + `clip_high`."
     CLIP_REGION = "clip/region", "share", "The sum of `clip/low` and `clip/high`."
     CISPO_CLIPPED = "cispo/clipped", "share", "Tokens whose ratio is above `trainer.cispo_max`.", "`trainer.loss`: cispo"
-    VESPO_PHI_MEAN = "vespo/phi_mean", "", "Mean weight of a completion.", "`trainer.loss`: vespo"
-    OPSM_DROPPED = (
-        "opsm/dropped_frac",
-        "share",
-        "Completions that `trainer.off_policy_max` drops.",
-        "`trainer.off_policy_max` set",
-    )
+    VESPO_PHI_MEAN = "vespo/phi_mean", "", "Mean weight that vespo gives a completion.", "`trainer.loss`: vespo"
+    OPSM_DROPPED = "opsm/dropped_frac", "share", "Completions that `trainer.off_policy_max` drops."
 
     DPO_MARGIN = "dpo/margin", "nats", "Margin of a pair: `dpo/chosen_reward` minus `dpo/rejected_reward`."
     DPO_ACCURACY = "dpo/accuracy", "share", "Pairs whose margin is above 0."
@@ -122,26 +116,23 @@ class Metric(Explained):
     SAMPLER_DELTA_MEAN = "sampler/delta_mean", "nats", "Mean of abs(old_logp - sampler_logp): how far trainer and engine differ."
     SAMPLER_DELTA_MAX = "sampler/delta_max", "nats", "Largest abs(old_logp - sampler_logp) of all tokens."
     SAMPLER_DELTA_P999 = "sampler/delta_p999", "nats", "The 99.9th percentile of abs(old_logp - sampler_logp)."
-    SAMPLER_KL = (
-        "sampler/kl",
-        "nats a token",
-        "KL from the engine to the trainer, estimated by the mean of ratio - 1 - log ratio.",
-    )
-    SAMPLER_KL_K1 = "sampler/kl_k1", "nats a token", "The same KL, estimated by the mean of sampler_logp - old_logp."
+    SAMPLER_KL = "sampler/kl", NATS, "KL from the engine to the trainer, estimated by the mean of ratio - 1 - log ratio."
+    SAMPLER_KL_K1 = "sampler/kl_k1", NATS, "The same KL, estimated by the mean of sampler_logp - old_logp."
     SAMPLER_KL_REVERSE_K1 = (
         "sampler/kl_reverse_k1",
-        "nats a token",
+        NATS,
         "KL from the trainer to the engine, estimated by the mean of ratio x log ratio.",
     )
     SAMPLER_KL_REVERSE_K3 = (
         "sampler/kl_reverse_k3",
-        "nats a token",
+        NATS,
         "The same KL, estimated by the mean of ratio x log ratio - ratio + 1.",
     )
     IS_RATIO_MIN = (
         "is/ratio_min",
         "ratio",
-        "Smallest ratio exp(old_logp - sampler_logp) before any cap. `trainer.correction` weighs tokens or completions.",
+        "Smallest ratio exp(old_logp - sampler_logp) before any cap: of a token, or of a completion in"
+        " a sequence_ mode of `trainer.correction`.",
     )
     IS_RATIO_MEAN = "is/ratio_mean", "ratio", "Mean of these ratios."
     IS_RATIO_MAX = "is/ratio_max", "ratio", "Largest of these ratios."
@@ -151,27 +142,28 @@ class Metric(Explained):
     IS_CLIPPED = "is/clipped_frac", "share", "Ratios that a truncating correction moved to a cap."
     IS_MASKED = "is/masked_frac", "share", "Importance weights of 0."
     IS_UNSCORED = "is/unscored_frac", "share", "Tokens for which the engine reported no log-prob."
-    IS_ESS = "is/ess", "share", "Effective share of the samples, (sum w)^2 / (N sum w^2), by the importance weights."
-    IS_ESS_RAW = "is/ess_raw", "share", "Effective share by the ratios, before any is capped."
-    IS_ESS_SEQ = "is/ess_seq", "share", "Effective share by the ratios of whole completions, before any is capped."
+    IS_ESS = "is/ess", "share", "Effective sample size as a share, (sum w)^2 / (N sum w^2), of importance weights w."
+    IS_ESS_RAW = "is/ess_raw", "share", "The same share, of the ratios before any cap."
+    IS_ESS_SEQ = "is/ess_seq", "share", "The same share, of the ratios of whole completions before any cap."
 
     SENTINEL_DRIFT = (
         "sentinel/drift",
         "true or false",
-        "Whether engine and trainer differ by more than the sentinel's bounds. None: no sample comes from the current weights.",
+        "Whether engine and trainer differ by more than the bounds of page `sentinel`; null if no compared token was"
+        " sampled with the current weights.",
         "engines that the trainer can be compared with",
     )
     SENTINEL_PROBE_DELTA = (
         "sentinel/probe_delta",
         "nats",
-        "Largest difference on extra completions, sampled every `sentinel.probe_every` steps to check a sync.",
+        "Largest log-prob difference on extra completions, sampled every `sentinel.probe_every` steps to check a sync.",
         "`rollout.async_steps`",
     )
 
     ROLLOUT_STALENESS_MEAN = (
         "rollout/staleness_mean",
         "versions",
-        "Mean age of the step's samples; a sample is as old as its oldest token.",
+        "Mean age of the step's samples, in versions of the weights; a sample is as old as its oldest token.",
     )
     ROLLOUT_STALENESS_MAX = "rollout/staleness_max", "versions", "Age of the oldest token."
     ROLLOUT_MIXED = "rollout/mixed", "share", "Samples whose tokens come from several versions of the weights."
@@ -196,17 +188,21 @@ class Metric(Explained):
         "share",
         "Completions of an evaluation cut off at `eval.max_completion_tokens`.",
     )
-    EVAL_TURNS_MEAN = "eval/turns/mean", "turns", "Mean number of the model's turns in an evaluation.", "`eval` and `tools`"
+    EVAL_TURNS_MEAN = (
+        "eval/turns/mean",
+        "turns",
+        "Mean number of the model's turns in an evaluation.",
+        "`eval`, and `tools` or `environment`",
+    )
     EVAL_PROMPTS = "eval/prompts", "prompts", "Prompts that were evaluated."
     EVAL_DELTA_MEAN = (
         "eval/sampler/delta_mean",
         "nats",
         "Mean difference between log-probs of engine and trainer, on a few completions of an evaluation.",
-        COMPARABLE,
     )
-    EVAL_DELTA_MAX = "eval/sampler/delta_max", "nats", "Largest difference on the same completions.", COMPARABLE
+    EVAL_DELTA_MAX = "eval/sampler/delta_max", "nats", "Largest difference on the same completions."
 
-    TIME_STEP = "time/step", "seconds", "The whole step; the times below add up to it."
+    TIME_STEP = "time/step", "seconds", "The whole step; the times below are parts of it."
     TIME_GENERATE = (
         "time/generate",
         "seconds",
@@ -240,8 +236,8 @@ class Family(Explained):
     TOOLS = (
         "tools/<name>",
         "",
-        "Events of this name in a step, such as calls, malformed, steps or timeouts. unanswered: no turns or tokens were left."
-        " late: no reply came within `rollout.reply_timeout`.",
+        "Events of this name in a step: `calls`, `malformed`, `steps`, `timeouts` and others. `unanswered`: no turns or tokens"
+        " were left for a reply. `late`: no reply came within `rollout.reply_timeout`.",
         "`tools` or `environment`, for events that occurred",
     )
     EVAL_REWARD = "eval/reward/<name>/mean", "reward", "Mean of one reward in an evaluation, over completions, then prompts."
@@ -261,7 +257,6 @@ class Family(Explained):
     )
 
     def of(self, name: str) -> str:
-        """Returns the key for one reward or rule."""
         return self.value.replace("<name>", name)
 
     def keys(self, record: Mapping[str, Any]) -> Iterator[str]:

@@ -56,8 +56,7 @@ class Processes:
     def open(cls, timeout: float) -> "Processes":
         """Joins the launcher's processes, as RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT describe them.
 
-        Raises:
-            ProcessError: not all processes joined within `timeout` seconds, or there is no GPU for this one.
+        Raises ProcessError if not all processes joined within `timeout` seconds, or there is no GPU for this one.
         """
         rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
         on_gpu = torch.cuda.is_available()
@@ -95,8 +94,7 @@ class Processes:
     def gather(self, items: Sequence[T]) -> list[T]:
         """Returns the items of all processes, in order of rank. The items are sent pickled.
 
-        Raises:
-            ProcessError: the processes called this from different lines of code, so they no longer make the same calls.
+        Raises ProcessError if the processes called this from different lines of code, so that they no longer make the same calls.
         """
         if self.world == 1:
             return list(items)
@@ -206,7 +204,6 @@ class Processes:
         return first if self.is_main else rest  # type: ignore[return-value]
 
     def any(self, flag: bool) -> bool:
-        """Returns whether `flag` is true in at least one process."""
         return any(self.gather([flag]))
 
     def sum_(self, tensors: Iterable[Tensor]) -> None:

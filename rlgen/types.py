@@ -12,6 +12,7 @@ No token is a Python object: values with one entry per token are arrays, and the
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
@@ -41,6 +42,12 @@ def logp_of(values: Iterable[float]) -> LogProbs:
 def no_experts() -> Experts:
     """Returns what stands for the experts of tokens that nobody knows: [0, 0, 0]."""
     return np.zeros((0, 0, 0), dtype=np.uint8)
+
+
+def experts_from_bytes(data: bytes, shape: tuple[int, int, int]) -> Experts:
+    """Returns experts from the bytes of their array. Raises ValueError if these have another number of elements."""
+    width = len(data) // max(1, math.prod(shape))
+    return np.frombuffer(data, dtype="<u2" if width == 2 else "u1").reshape(shape)
 
 
 class Record:
@@ -168,6 +175,12 @@ class Span(NamedTuple):
     version: int
 
 
+def oldest_version(spans: Sequence[Span]) -> int:
+    """Returns the oldest weight version that sampled a token; -1 if unknown. Beside others, an empty span has sampled none."""
+    newest = max((span.version for span in spans), default=-1)
+    return min((span.version for span in spans if span.start < span.stop), default=newest)
+
+
 def one_span(tokens: int, version: int) -> tuple[Span, ...]:
     return (Span(0, tokens, version),)
 
@@ -227,7 +240,7 @@ class Completion(Record):
     @property
     def weight_version(self) -> int:
         """Returns the oldest weight version that sampled one of its tokens; -1 if unknown."""
-        return min((span.version for span in self.spans), default=-1)
+        return oldest_version(self.spans)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -259,7 +272,7 @@ class Sample(Record):
     @property
     def weight_version(self) -> int:
         """Returns the oldest weight version that sampled one of its tokens; -1 if unknown."""
-        return min((span.version for span in self.spans), default=-1)
+        return oldest_version(self.spans)
 
     @property
     def loss_mask(self) -> NDArray[np.bool_]:

@@ -19,6 +19,7 @@ import numpy
 from aiohttp import web
 
 from rlgen.engines.answer import ARRAYS, JSON_ROUTE, ROUTE, Labelled, ServerAnswer, read_answer
+from rlgen.engines.base import EngineCapabilities
 from rlgen.engines.fleet import SentWeights
 from rlgen.engines.http import Server, connections
 from rlgen.engines.server import ServerEngine
@@ -112,7 +113,7 @@ def engine_on(servers: Sequence[Server], run: str = "run", version: int = 3) -> 
         raise lost
 
     held = SentWeights(run=run, version=version, syncs=1)
-    keeper = SimpleNamespace(servers=servers, held=held, in_flight=False, merges=False, brought_back={}, recover=recover)
+    keeper = SimpleNamespace(servers=servers, held=held, abilities=EngineCapabilities(), brought_back={}, recover=recover)
     keeper.lose = recover
     return ServerEngine(keeper)  # type: ignore[arg-type]
 

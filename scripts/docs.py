@@ -39,6 +39,8 @@ FILES = [ROOT / "README.md", *sorted(PAGES.glob("*.md"))]
 MEASURED = ROOT / "scripts" / "gpu_measured"  # what `make gpu-check` found, one file a device
 BLOCK = re.compile(r"(<!-- generated: ([a-z-]+|code \S+ \S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SAID = 240  # characters of an error message in a table
+# What a recipe file may leave out, though the models require it, and what is then taken.
+FILLED = {"RunRecipe": "the file's name", "HealthRule": "that of RULE"}
 # These read metrics; every other file that names one writes it.
 READERS = ("metrics.py", "run/health.py", "run/console.py", "run/live.py", "run/sinks/", "setup/", "analysis/", "cli/")
 
@@ -69,15 +71,19 @@ def sections(path: str, models: Labelled) -> Iterator[tuple[str, Labelled]]:
 
 
 def recipe_fields() -> str:
-    """Every section with its keys."""
+    """Every section with its sentence and its keys. Keys that stood in an earlier section are named there alone."""
     text = []
+    stood: dict[tuple[type[BaseModel], ...], str] = {}
     for name, field in Recipe.model_fields.items():
         models = models_of(field.annotation)
         kinds = [get_args(m.model_fields["kind"].annotation)[0] if "kind" in m.model_fields else "" for m in models]
         for path, labelled in sections(name, list(zip(kinds, models, strict=True))):
-            text.append(f"### {path}\n\n{of_section(labelled)}")
+            first = stood.setdefault(tuple(model for _, model in labelled), path)
+            said = f"{field.description}\n\n" if path == name else ""
+            keys = of_section(labelled) if first == path else f"It has the keys of `{first}`.\n"
+            text.append(f"### {path}\n\n{said}{keys}")
             if path == "data":
-                text += [f"### data.options of `task:{task}`\n\n{of_section([('', options)])}" for task, options in TASKS.items()]
+                text.append(f"### data.options\n\nBy task, the NAME in task:NAME:\n\n{of_section(list(TASKS.items()))}")
     return "\n".join(text)
 
 
@@ -87,7 +93,7 @@ def of_section(models: Labelled) -> str:
     for label, model in models:
         for key, schema in model.model_json_schema()["properties"].items():
             if key != "kind":
-                default = as_yaml(schema["default"]) if "default" in schema else "required"
+                default = as_yaml(schema["default"]) if "default" in schema else FILLED.get(model.__name__, "required")
                 row = (f"`{key}`", default, values(schema), " ".join(schema.get("description", "").split()))
                 rows.setdefault(row, []).append(label)
     head = ["key", "default", "values", "what it does"]
@@ -95,8 +101,16 @@ def of_section(models: Labelled) -> str:
     if len(models) > 1:
         head = ["key", "of", *head[1:]]
         body = [(row[0], "all" if len(labels) == len(models) else ", ".join(labels), *row[1:]) for row, labels in rows.items()]
-    kinds = [label for label, model in models if "kind" in model.model_fields]
-    return "".join([f"`kind`: {', '.join(kinds)}.\n\n" if kinds else "", table(head, body), *presets(models)])
+    return "".join([kinds_of(models), table(head, body), *presets(models)])
+
+
+def kinds_of(models: Labelled) -> str:
+    """The kinds of a section with their sentences; empty for a section without kinds."""
+    fields = [model.model_fields["kind"] for _, model in models if "kind" in model.model_fields]
+    names = ", ".join(kind for field in fields for kind in get_args(field.annotation))
+    taken = "".join(f" (default: {field.default})" for field in fields if not field.is_required())
+    said = " ".join(" ".join((field.description or "").split()) for field in fields)
+    return f"`kind`: {names}{taken}. {said}\n\n" if fields else ""
 
 
 def presets(models: Labelled) -> Iterator[str]:
@@ -209,7 +223,7 @@ def commands() -> Iterator[tuple[str, Any]]:
 def usage(name: str, command: Any) -> str:
     """`rlgen recipes copy NAME [PATH]`; of an argument that takes several values `RUN...`"""
     arguments = [p for p in command.params if p.param_type_name == "argument"]
-    shown = {p: f"{p.metavar or p.name.upper()}{'...' if p.nargs == -1 else ''}" for p in arguments}
+    shown = {p: f"{(p.metavar or p.name.upper()).strip('[]')}{'...' if p.nargs == -1 else ''}" for p in arguments}
     words = [word if p.required else f"[{word}]" for p, word in shown.items()]
     return " ".join(["rlgen", name, *words])
 
@@ -232,7 +246,7 @@ def command_pages() -> str:
         for parameter in command.params:
             if parameter.name == "help":
                 continue
-            shown = parameter.metavar or parameter.name.upper()
+            shown = (parameter.metavar or parameter.name.upper()).strip("[]")
             if parameter.param_type_name == "option":
                 shown = f"{parameter.opts[0]}{'' if parameter.is_flag else f' {parameter.metavar or parameter.name.upper()}'}"
             rows.append((f"`{shown}`", parameter.help or ""))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from rlgen.engines.base import model_shape
+from rlgen.engines.base import EngineCapabilities, model_shape
 from rlgen.engines.fleet import ServerPool
 from rlgen.engines.open import open_servers
 from rlgen.engines.transfer import FileTransfer
@@ -51,7 +51,7 @@ def measured(model: str, rounds: int) -> dict[int, list[float]]:
             servers=both.servers[:1],
             processes={},
             shape=model_shape(load_config(location, None)),
-            in_flight=False,
+            abilities=EngineCapabilities(),
             restarts=0,
             carrier=FileTransfer(None),
             say=print,

@@ -65,9 +65,7 @@ TASKS = {
     "arithmetic": Task(options=ArithmeticOptions(digits=2, operators="+-"), max_completion_tokens=6),
     "reverse": Task(options=ReverseOptions(), max_completion_tokens=8),
     "countdown": Task(
-        options=CountdownOptions(numbers=2, largest=50),
-        max_completion_tokens=8,
-        reward="recipes/countdown.py:reaches",
+        options=CountdownOptions(numbers=2, largest=50), max_completion_tokens=8, reward="recipes/countdown.py:reaches"
     ),
     "sort": Task(options=SortOptions(), max_completion_tokens=8),
     "word_problems": Task(options=WordProblemsOptions(), max_completion_tokens=24, reward="numeric_match", start=None),
@@ -324,11 +322,7 @@ def run_cell(cell: Cell, out: Path) -> Learned:
         rewards, trained = TRAIN[cell.tool](cell, model, Path(folder))
         after = accuracy(cell.task, trained)
     learned = Learned(
-        rewards=rewards,
-        before=before,
-        after=after,
-        seconds=time.perf_counter() - began,
-        cpu=sum(os.times()[:4]) - used,
+        rewards=rewards, before=before, after=after, seconds=time.perf_counter() - began, cpu=sum(os.times()[:4]) - used
     )
     place.parent.mkdir(parents=True, exist_ok=True)
     write_text(place, json.dumps({"made_with": made_with, "learned": asdict(learned)}, indent=1))

@@ -132,11 +132,7 @@ def measure(tokens: int, folder: Path, noise: float = 1e-6) -> dict[str, float]:
         prompt_at=Prompts().at,
         tokenizer=words,  # type: ignore[arg-type]
         stop_ids=SAMPLING.stop_ids,
-        every=1,
-        keep=None,
-        needed=lambda: 0,
         stamp=lambda rollout: journal.stamp(rollout, SAMPLING),
-        on_disk=lambda step, path: None,
     )
     loop = seconds(lambda: writer.write(rollout))
     wrote = loop + seconds(writer.wait)

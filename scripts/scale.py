@@ -4,7 +4,7 @@
     python scripts/scale.py --rows      also a million rows of data, the client of a server, and a save (a few minutes)
 
 Each stage is rlgen's own function on the share of one process, about a million synthetic tokens; what comes from the other 63
-processes is a copy of it. The last line reads `scale: N s on the main process, M GiB in the largest`.
+processes is a copy of it. The last line reads `scale: N s on the main process, M GiB in the largest process`.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlgen.algorithms.registry import build_algorithm
 from rlgen.engines.answer import read_answer
+from rlgen.engines.base import EngineCapabilities
 from rlgen.losses.correction import Mismatch, importance_weight
 from rlgen.processes import Processes
 from rlgen.recipe.trainers import GRPORecipe
@@ -203,10 +205,13 @@ def learn(table: Table, groups: Sequence[Group], processes: Processes) -> None:
     )
     table.stage("metrics of the drift", lambda: Mismatch.of_train_batch(parts).metrics(processes.total), tokens)
     nobody: Any = None  # the look compares numbers; neither a model nor an engine is asked while they agree
+    engine: Any = SimpleNamespace(abilities=EngineCapabilities())
     watch = Watch(
         probe=Probe(
             trainer=TrainerSide(policy=nobody, budget=0, processes=processes, engine_dtype=None, engine_holds=None),
-            **dict.fromkeys(("engine", "engine_share", "expected", "tokenizer", "sampling"), nobody),
+            engine=engine,
+            **dict.fromkeys(("engine_share", "expected", "tokenizer"), nobody),
+            sampling=Sampling(max_tokens=1, temperature=1.0, stop_ids=()),
             prompts=(),
             given=Bounds(max_delta=1e-4),
             most=nobody,
@@ -214,7 +219,7 @@ def learn(table: Table, groups: Sequence[Group], processes: Processes) -> None:
             seed=0,
             version=0,
         ),
-        on_drift="warn",
+        warns=True,
         sleeps=False,
         probe_every=None,
         drain=lambda: None,
@@ -260,13 +265,13 @@ def beside() -> None:
         print(f"{count} requests at once: {asking(count):.2f} ms of CPU time a request")
     with tempfile.TemporaryDirectory() as folder:
         saved = saves.measure(Path(folder))
-        print(f"a save of 50 M parameters holds the loop up for {saved.share:.1%} of what it takes")
+        print(f"a save of 50 M parameters stops the loop for {saved.share:.1%} of the save's time")
     for kind in (".jsonl", ".parquet"):
         with tempfile.TemporaryDirectory() as folder:
             rows = scale_data.measure(1_000_000, kind, Path(folder))
             print(
                 f"a million rows of {kind}: first start {rows.first.seconds:.0f} s, second {rows.second.seconds:.1f} s,"
-                f" {rows.above / 2**20:.0f} MiB above one row"
+                f" {rows.above / 2**20:.0f} MiB more than with one row"
             )
 
 
@@ -292,7 +297,7 @@ def main() -> int:
     bad += [f"{peak_gib():.1f} GiB"] if peak_gib() > LIMIT_GIB else []
     if bad:
         print(f"too much: {', '.join(bad)}")
-    print(f"scale: {worst:.2f} s on the main process, {peak_gib():.2f} GiB in the largest")
+    print(f"scale: {worst:.2f} s on the main process, {peak_gib():.2f} GiB in the largest process")
     return 1 if bad else 0
 
 

@@ -141,7 +141,7 @@ def main() -> None:
             print(f"{name} {label}: {asdict(getattr(measured, label))}", flush=True)
         print(
             f"{name}, {arguments.rows} rows: first start {measured.first.seconds:.1f} s, second {measured.second.seconds:.1f} s"
-            f" (imports {measured.second.imports:.1f} s) and {measured.above / MIB:.0f} MiB above one row, of which"
+            f" (imports {measured.second.imports:.1f} s) and {measured.above / MIB:.0f} MiB more than with one row, of which"
             f" {(measured.second.own - measured.single.own) / MIB:.0f} MiB are not pages of the cache",
             flush=True,
         )

@@ -36,6 +36,8 @@ from rlgen.sentinel.sync import send_weights
 __all__ = ["opened", "scorer"]  # fixtures
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
+Proof = Callable[[str], None]  # of the fixture `proof`
+Run = Callable[..., subprocess.CompletedProcess[str]]  # of the fixture `rlgen`
 
 # An example may take as long as it takes, and so may drawing it.
 settings.register_profile("rlgen", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -108,7 +110,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 @pytest.fixture
-def proof(request: pytest.FixtureRequest) -> Callable[[str], None]:
+def proof(request: pytest.FixtureRequest) -> Proof:
     """Records how a test of a fault knows that the fault happened: "killed by SIGKILL in write 7 of a save"."""
     return lambda text: request.node.user_properties.append(("proof", text))
 
@@ -167,10 +169,10 @@ def open_transformers(name: str) -> TransformersEngine:
     return TransformersEngine(model=tiny_model(name), fp32_head=True, max_num_seqs=64)
 
 
-def open_server(name: str) -> Engine:
+def open_server(name: str, **model: Any) -> Engine:
     """A server that is launched, and stopped when the engine is closed."""
     settings = {"kind": "server", "launch": True, "max_model_len": 640, "start_timeout": HANGS}
-    recipe = recipe_for(f"tiny:{name}", engine=settings)
+    recipe = recipe_for(f"tiny:{name}", engine=settings, model=model)
     engine = build_engine(recipe.engine_needs, locate(recipe.model.path), Processes.alone(), Path(mkdtemp()), print)
     send_weights(engine, tiny_model(name), 0, Processes.alone())  # before that it is stale, and answers nothing
     return engine
@@ -197,7 +199,7 @@ def real_model() -> Path:
 
 
 @pytest.fixture
-def rlgen() -> Callable[..., subprocess.CompletedProcess[str]]:
+def rlgen() -> Run:
     """Runs the command line in a process of its own, as a user does."""
 
     def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -22,6 +22,7 @@ from gpu_rows.record import Finding, Place, Row, Value, judged, skipped
 from gpu_rows.rows import POLICY, ROWS
 from gpu_rows.running import Runner, absent, dependencies, report, table
 from gpu_rows.update import Shape, flops, parameters
+from helpers.before import before
 
 from rlgen.models import packed_attention
 from rlgen.models.policy import Policy
@@ -66,7 +67,7 @@ def test_the_rehearsal_of_tier_1(tmp_path: Path) -> None:
     assert values_of(written, "fsdp")["float32: gradient, ‖Δ‖/‖g‖ to the whole policy's"] < 1e-6
     for kind in ("packed", "padded"):
         assert 0 < values_of(written, "update")[f"{kind}: MFU, of the measured rate of products"] < 100
-    assert len(values_of(written, "memory")) == 6
+    assert len(values_of(written, "memory")) == 9
     assert values_of(written, "learning")["reward of the last 5 steps"] > 0.8
 
 
@@ -133,16 +134,15 @@ def test_a_value_without_a_number_is_out_of_every_bound() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_parity_sees_a_device_that_computes_otherwise(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert parity.arithmetic(dtype)(CPU).status == "ok"
-    real, calls = parity.scored, []
+    calls: list[Any] = []
 
-    def off(model: Any, *arguments: Any) -> parity.Scored:
+    def off(model: Any, *arguments: Any) -> None:
         calls.append(arguments)
         if len(calls) == 3:  # float64, the CPU, the device
             with torch.no_grad():  # products in TF32 keep ten bits
                 model.model.layers[0].mlp.up_proj.weight.mul_(1 + (2**-3 if dtype == "bfloat16" else 2**-10))
-        return real(model, *arguments)
 
-    monkeypatch.setattr(parity, "scored", off)
+    before(parity, "scored", off, monkeypatch.setattr)
     found = parity.arithmetic(dtype)(CPU)
     assert found.status == "failed" and "gradient" in found.sentence
 
@@ -155,7 +155,7 @@ def test_packed_rows_are_as_near_to_float32_as_padded_ones(monkeypatch: pytest.M
     right, options = packed_attention.flash_backward, packed_attention.Look.options
     monkeypatch.setattr(packed_attention, "flash_backward", lambda *a, **k: [part * 0.9 for part in right(*a, **k)])
     found = parity.packed(CPU)
-    assert found.status == "failed" and found.sentence.startswith("full: gradient, by the padded rows' is")
+    assert found.status == "failed" and found.sentence.startswith("full: gradient ÷ the padded rows' is")
     monkeypatch.undo()
     longer = lambda look, like, scale, window: options(look, like, scale, window and window + 1)  # noqa: E731  # a method
     monkeypatch.setattr(packed_attention.Look, "options", longer)
@@ -169,7 +169,7 @@ def test_shards_are_opened_as_a_run_opens_them_and_packed(tmp_path: Path, monkey
     assert found.values[0].value < 1e-6 and 1e-5 < found.values[3].value < 1e-2
     monkeypatch.setattr(Policy, "pack", lambda policy, prompts: "not today")
     found = parity.sharded(Place(folder=str(tmp_path), gpu=False))
-    assert found.status == "failed" and "float32: policies that pack otherwise than a run does is 2" in found.sentence
+    assert found.status == "failed" and "float32: policies that do not pack as a run would is 2" in found.sentence
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -207,7 +207,7 @@ def test_memory_sees_an_estimate_that_is_too_small(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(update, "shape_of", lambda place: Shape(2, 64))
     monkeypatch.setattr(update, "phases_of", lambda *_: {"forward": 1 << 40})
     found = update.memory(CPU)
-    assert found.status == "failed" and found.sentence.startswith("whole, forward: estimate by the 1024.00 GiB measured is")
+    assert found.status == "failed" and found.sentence.startswith("whole, forward: estimate ÷ the 1024.00 GiB measured is")
 
 
 # --- how rows run ----------------------------------------------------------------------------------------------------------

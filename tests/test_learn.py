@@ -10,6 +10,7 @@ from typing import Any
 import learn
 import learn_cells
 import pytest
+from helpers.before import before
 from learn_cells import TASKS, TOOLS, TRAIN, TRAINERS, Cell, Learned, Size, Tool, config_of, recipe_of, run_cell, training_rows
 from learn_rewards import near
 from trl_side import for_trl
@@ -187,19 +188,18 @@ def test_both_tools_are_asked_the_same_prompts_in_the_same_order(
 
     ours: list[list[int]] = []
     theirs: list[list[int]] = []
-    generate, of_engine = GenerationMixin.generate, TransformersEngine.generate
+    generate = GenerationMixin.generate
 
     def spy(model: Any, *arguments: Any, **named: Any) -> Any:
         pairs = zip(named["input_ids"], named["attention_mask"], strict=True)
         theirs.extend(ids[mask.bool()].tolist() for ids, mask in pairs)
         return generate(model, *arguments, **named)
 
-    def spy_engine(engine: Any, requests: Any, *arguments: Any) -> Any:
+    def note(engine: Any, requests: Any, *arguments: Any) -> None:
         ours.extend(request.prompt_ids.tolist() for request in requests)
-        return of_engine(engine, requests, *arguments)
 
     monkeypatch.setattr(GenerationMixin, "generate", spy)
-    monkeypatch.setattr(TransformersEngine, "generate", spy_engine)
+    before(TransformersEngine, "generate", note, monkeypatch.setattr)
     monkeypatch.chdir(tmp_path)
     for tool in TOOLS:
         (tmp_path / tool).mkdir()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import golden
 import pytest
+import scale
 from conftest import ROOT
 from measure_rollouts import measure
 
@@ -58,3 +59,10 @@ def test_the_comparison_can_fail() -> None:
         elsewhere = {**stored, "made_on": {**stored["made_on"], "processor": "another"}}
         near = [{**record, "loss": record["loss"] + 1e-7} for record in records]
         assert golden.compare(elsewhere, {trainer: near})[0] and not golden.compare(elsewhere, {trainer: moved})[0]
+
+
+def test_scale_measures_every_stage_of_a_step(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in {"SHARE": 2, "GROUP": 4, "TOKENS": 8, "PROMPT_TOKENS": 4}.items():
+        monkeypatch.setattr(scale, name, value)
+    scale.step(scale.Table(), servers=False)
+    assert "the sentinel's look" in capsys.readouterr().out

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from conftest import RECIPE, ROOT, read_jsonl
+from helpers.recipes import written
 from helpers.scripted import dialogue
 from rollout.talking import STOPS
 from typer.testing import CliRunner
@@ -30,8 +31,6 @@ TRAINERS = {
     "rloo": "{kind: rloo, beta: 0.1, updates_per_rollout: 2}",
     "online_dpo": "{kind: online_dpo, updates_per_rollout: 2, correction: {mode: sequence_mask}}",
 }
-EVALUATED = ("clipped",)
-TALKING = ("clipped",)  # completions are conversations of several turns
 # Written only with an engine that these runs do not have; the glossary says which.
 ELSEWHERE = {Metric.SENTINEL_PROBE_DELTA}
 RULES = {name for name, field in HealthRecipe.model_fields.items() if isinstance(field.default, HealthRule)}
@@ -42,17 +41,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
     """The metrics of two steps by each trainer."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "rewards.py").write_text(REWARDS)
-    recipe = folder / "recipe.yaml"
-    recipe.write_text(RECIPE)
+    recipe = written(folder, RECIPE)
     reward = f"{{use: '{folder}/rewards.py:half', on_error: skip, max_error_fraction: 1.0}}"
     records = {}
     for name, trainer in TRAINERS.items():
         changes = [f"trainer={trainer}", f"rewards=[{reward}, {{use: length, args: {{target: 6}}}}]"]
         changes += ["engine={kind: transformers}"]
-        changes += ["eval={limit: 2, at_start: false}"] if name in EVALUATED else []
+        changes += ["eval={limit: 2, at_start: false}"] if name == "clipped" else []
         options = [part for change in changes for part in ("--set", change)]
         with pytest.MonkeyPatch.context() as patch:
-            if name in TALKING:
+            if name == "clipped":  # its completions are conversations of several turns
                 patch.setattr(opening, "open_dialogue", lambda *given: dialogue())
                 patch.setattr(data, "stop_ids", lambda *given: STOPS)
             done = CliRunner().invoke(app, ["train", str(recipe), *options, "--run-dir", str(folder / name)])

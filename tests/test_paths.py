@@ -9,7 +9,7 @@ import conftest
 import pytest
 from conftest import ROOT
 from helpers import paths
-from helpers.paths import AXES, Way
+from helpers.paths import AXES
 from helpers.runs import bare_run
 from helpers.spread import learned, recipe_of_way
 
@@ -19,14 +19,10 @@ DECLARED = list(paths.declared(ROOT / "tests"))
 
 
 def alone(request: pytest.FixtureRequest, folder: Path) -> None:
-    (way,) = ways_of(request)
+    way = request.node.get_closest_marker("path").args
     recipe = recipe_of_way(way, folder)
     train_command(recipe, [], False, False, None, recipe.with_suffix(""))
     learned(recipe.with_suffix(""))
-
-
-def ways_of(request: pytest.FixtureRequest) -> list[Way]:
-    return [marker.args for marker in request.node.iter_markers("path")]
 
 
 @pytest.mark.path("rloo", "transformers", "one process", "float32", "padded", "lora")

@@ -221,6 +221,14 @@ def test_a_class_that_lacks_something_is_refused(folder: Path) -> None:
         OwnAlgorithm.load(OwnRecipe(kind="own", use=f"{folder / 'own.py'}:Own"))
 
 
+def test_rows_in_pairs_beside_rows_in_none_are_refused(folder: Path) -> None:
+    """Only pairs would get a micro-batch."""
+    paired = "found = Advantages.of_policy(found, found == 2, scores, self.recipe); found.pair_id[:2] = 0; return found"
+    (folder / "own.py").write_text(re.sub(r"return Advantages.*", paired, OWN).format(body=PLAIN))
+    with pytest.raises(CodeError, match=r"own\.py:Own\.advantages trains rows in pairs and rows in none; train one kind only"):
+        OwnAlgorithm.load(OwnRecipe(kind="own", use=f"{folder / 'own.py'}:Own"))
+
+
 def test_the_recipe_names_a_place(folder: Path) -> None:
     with pytest.raises(RecipeError, match=r"`mine` is not a file.py:function or pkg.mod:function"):
         load_recipe(folder / "recipe.yaml", ["trainer={use: mine}"])

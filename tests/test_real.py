@@ -137,7 +137,6 @@ def test_the_sides_take_turns_and_the_last_step_is_not_timed(tmp_path: Path, mon
 
 @pytest.fixture
 def no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache without a model."""
     monkeypatch.setenv("RLGEN_CACHE", str(tmp_path))
     return tmp_path
 

@@ -50,8 +50,7 @@ class Advantages:
         """
         counted = ~silent if recipe.zero_variance == "drop" else torch.ones_like(silent)
         trained = counted & ~scores.truncated if recipe.mask_truncated else counted
-        alone = torch.full_like(scores.group_ids, -1)
-        return cls(advantages=advantages, counted=counted, trained=trained, pair_id=alone)
+        return cls(advantages=advantages, counted=counted, trained=trained, pair_id=torch.full_like(scores.group_ids, -1))
 
 
 Signal = Advantages  # the old name, for algorithms that import it
@@ -134,13 +133,16 @@ def rewards_less_kl(rewards: Tensor, scores: Scores, recipe: PolicyRecipe) -> Te
     return rewards if scores.kl is None else rewards - recipe.beta * scores.kl
 
 
-def recipe_loss(x: LossInputs, recipe: PolicyRecipe, variant: Variant, aggregation: Aggregation) -> tuple[Tensor, Stats]:
+def recipe_loss(
+    x: LossInputs, recipe: PolicyRecipe, variant: Variant, aggregation: Aggregation, kl_aggregation: Aggregation | None = None
+) -> tuple[Tensor, Stats]:
     """Returns `policy_loss` with the terms that both recipes have: KL, masking of off-policy completions, entropy bonus."""
     return policy_loss(
         x,
         variant=variant,
         aggregation=aggregation,
         kl=None if recipe.beta == 0 or recipe.kl == "k1_in_reward" else KL(recipe.beta, recipe.kl, recipe.kl_use_weight),
+        kl_aggregation=kl_aggregation,
         off_policy_max=recipe.off_policy_max,
         entropy_bonus=recipe.entropy_bonus,
     )

@@ -52,7 +52,6 @@ class GRPO(PolicyGradient):
         return DENOMINATORS.get(self.recipe.aggregation, "sequences")
 
     def loss(self, x: LossInputs) -> tuple[Tensor, Stats]:
-        """Returns the loss of a micro-batch, by the recipe's variant and aggregation."""
         return recipe_loss(x, self.recipe, variant_of(self.recipe), self.recipe.aggregation)
 
 

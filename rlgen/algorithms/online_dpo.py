@@ -58,7 +58,6 @@ class OnlineDPO:
         return Advantages(advantages=advantages, counted=pair_id >= 0, trained=pair_id >= 0, pair_id=pair_id)
 
     def loss(self, x: LossInputs) -> tuple[Tensor, Stats]:
-        """Returns the preference loss of a micro-batch."""
         return dpo_loss(x, beta=self.beta(x.epoch), loss=self.recipe.loss, lengths=self.recipe.length)
 
     def beta(self, epoch: float) -> float:

@@ -74,13 +74,12 @@ class OwnAlgorithm:
 
     def advantages(self, scores: Scores) -> Advantages:
         advantages = call_function(self.use, "advantages", lambda: self.algorithm.advantages(scores))
-        rows = scores.rewards.shape
-        if (
-            not isinstance(advantages, Advantages)
-            or advantages.advantages.shape != rows
-            or not advantages.advantages.isfinite().all()
-        ):
+        fits = isinstance(advantages, Advantages) and advantages.advantages.shape == scores.rewards.shape
+        if not fits or not advantages.advantages.isfinite().all():
             raise CodeError(f"trainer.use: {self.use}.advantages must return Advantages with a finite advantage for each row")
+        paired = (advantages.pair_id >= 0)[advantages.trained]
+        if paired.any() and not paired.all():
+            raise CodeError(f"trainer.use: {self.use}.advantages trains rows in pairs and rows in none; train one kind only")
         return advantages
 
     def loss(self, x: LossInputs) -> tuple[Tensor, Stats]:
@@ -120,9 +119,7 @@ def call_function(use: str, what: str, function: Callable[[], Found]) -> Found:
     """Calls the user's code; an error of it names the user's line."""
     try:
         return function()
-    except RlgenError:
-        raise
-    except torch.OutOfMemoryError:  # not the user's mistake: the caller says what helps
+    except (RlgenError, torch.OutOfMemoryError):  # a lack of memory is not the user's mistake: the caller says what helps
         raise
     except Exception as error:  # user code may raise anything
         where = use if what == "it" else f"{use}.{what}"
@@ -155,7 +152,7 @@ def trial_inputs(algorithm: Algorithm) -> LossInputs:
     if algorithm.reference == "loss":
         inputs["ref_logp"] = near(old)
     inputs = {name: values.masked_fill(~mask, torch.nan) for name, values in inputs.items()}
-    tokens = int(mask.sum())
+    tokens, pairs = int(mask.sum()), int((advantages.pair_id >= 0).sum()) // 2
     return LossInputs(
         **{"ref_logp": None, **inputs},
         mask=mask,
@@ -164,9 +161,7 @@ def trial_inputs(algorithm: Algorithm) -> LossInputs:
         weight=near(torch.ones(ROWS, TOKENS, dtype=torch.float64)).masked_fill(~mask, 1.0),
         group_tokens=lengths.view(-1, 2).sum(1).repeat_interleave(2),
         pair_id=advantages.pair_id,
-        totals=Totals(
-            sequences=ROWS, tokens=tokens, kept=tokens, prompts=ROWS // 2, pairs=int((advantages.pair_id >= 0).sum()) // 2
-        ),
+        totals=Totals(sequences=ROWS, tokens=tokens, kept=tokens, prompts=ROWS // 2, pairs=pairs),
         max_tokens=TOKENS,
         epoch=0.0,
     )

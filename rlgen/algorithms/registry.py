@@ -9,12 +9,7 @@ from rlgen.algorithms.own import OwnAlgorithm
 from rlgen.algorithms.rloo import RLOO
 from rlgen.recipe.trainers import TrainerRecipe
 
-TRAINERS: dict[str, Callable[..., Algorithm]] = {
-    "grpo": GRPO,
-    "rloo": RLOO,
-    "online_dpo": OnlineDPO,
-    "own": OwnAlgorithm.load,
-}
+TRAINERS: dict[str, Callable[..., Algorithm]] = {"grpo": GRPO, "rloo": RLOO, "online_dpo": OnlineDPO, "own": OwnAlgorithm.load}
 
 
 def build_algorithm(settings: TrainerRecipe) -> Algorithm:

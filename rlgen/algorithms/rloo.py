@@ -42,8 +42,8 @@ class RLOO(PolicyGradient):
         return Advantages.of_policy(advantages, without_signal(rewards, scores.group_ids), scores, settings)
 
     def loss(self, x: LossInputs) -> tuple[Tensor, Stats]:
-        """Returns the loss of a micro-batch."""
         settings, of_tokens = self.recipe, self.recipe.ratio == "token"
         variant = Clip(settings.clip_low, settings.clip_high, settings.delta, "token" if of_tokens else "sequence_sum")
         # A ratio of the whole completion counts once: all its tokens have the same loss, of which `seq_mean` takes the mean.
-        return recipe_loss(x, settings, variant, "seq_sum" if of_tokens else "seq_mean")
+        # The KL is a sum over tokens with either ratio.
+        return recipe_loss(x, settings, variant, "seq_sum" if of_tokens else "seq_mean", kl_aggregation="seq_sum")

@@ -61,9 +61,7 @@ def grouped(runs: Sequence[Run]) -> list[RunGroup]:
     groups = [(members, times > 1) for (_, times), members in found.items()]
     if len(groups) == 1 and len(runs) == 2:
         groups = [([run], False) for run in runs]
-    return [
-        RunGroup(letter=letter, runs=runs, again=again) for letter, (runs, again) in zip(ascii_uppercase, groups, strict=False)
-    ]
+    return [RunGroup(letter=letter, runs=own, again=again) for letter, (own, again) in zip(ascii_uppercase, groups, strict=False)]
 
 
 def compared(run: Run) -> dict[str, Any]:

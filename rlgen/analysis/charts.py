@@ -107,8 +107,8 @@ T = TypeVar("T")
 
 def thinned(records: Sequence[T]) -> Sequence[T]:
     """Returns at most about `MOST_POINTS` of the records, evenly spaced, with the last."""
-    every = -(-len(records) // MOST_POINTS)
-    return records if every <= 1 else [record for place, record in enumerate(reversed(records)) if place % every == 0][::-1]
+    every = max(1, -(-len(records) // MOST_POINTS))
+    return records[(len(records) - 1) % every :: every]
 
 
 def derived(row: Record) -> dict[str, float | None]:

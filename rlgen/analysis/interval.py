@@ -1,4 +1,7 @@
-"""Computes 95 % intervals: of a mean, of the difference of two means, and of the mean of a series with correlated neighbours."""
+"""Computes 95 % intervals: of a mean, of the difference of two means, and of the mean of a series with correlated neighbours.
+
+Why not scipy: of what is needed here it has Student's quantile and Welch's interval, about ten lines.
+"""
 
 import math
 from collections.abc import Sequence

@@ -25,8 +25,8 @@ from tokenizers import Tokenizer
 
 from rlgen.analysis.run import Run
 from rlgen.recipe.trainers import CorrectionRecipe
-from rlgen.rollout.parquet import FIXED, OF_TURNS, has_turns, parts_of
-from rlgen.rollout.read import metadata_of, read_rollouts, rollout_steps
+from rlgen.rollout.parquet import FIXED, OF_TURNS, has_turns, parts_of, ragged
+from rlgen.rollout.read import metadata_of, read_rollouts, rollout_steps, rollouts_of
 from rlgen.rollout.samples import Ragged
 from rlgen.run.checkpoint_folder import CheckpointFolder
 
@@ -43,7 +43,7 @@ def choose(run: Path, most_rows: int) -> tuple[list[int], int, int]:
     many steps and rollouts the run has.
     """
     steps = rollout_steps(run / "rollouts")
-    sizes = [size_of(run / "rollouts" / f"step_{step:06d}.parquet") for step in steps]
+    sizes = [size_of(rollouts_of(run, step)) for step in steps]
     for every in range(1, len(steps) + 1):
         chosen = range(len(steps) - 1, -1, -every)
         rows, tokens = (sum(sizes[place][of] for place in chosen) for of in (0, 1))
@@ -75,8 +75,7 @@ def pack_rollouts(run: Run, most_rows: int) -> tuple[dict[str, Any], dict[str, s
             rows[name] += values
     ids, counts = np.unique(np.concatenate([chunk.ids for chunk in chunks] or [np.zeros(0, np.int32)]), return_counts=True)
     by_frequency = np.argsort(-counts, kind="stable")
-    rank = np.empty(len(ids), np.uint32)
-    rank[by_frequency] = np.arange(len(ids), dtype=np.uint32)
+    rank = np.argsort(by_frequency).astype(np.uint32)
     parts = {"rows": packed_json(rows)}
     for place, chunk in enumerate(chunks):
         parts[f"texts-{place}"] = packed_json(chunk.texts)
@@ -206,13 +205,6 @@ def weights_of(
             code = torch.where(weight == 0, Code.ZERO, code)
         codes[place] = torch.where(mask, code, Code.NONE)[0].numpy()
     return codes, rows
-
-
-def ragged(table: pa.Table, name: str) -> Ragged:
-    """Returns a column of lists; null is an empty row."""
-    array = table[name].combine_chunks()
-    lengths = np.asarray(array.value_lengths().fill_null(0), dtype=np.int64)
-    return Ragged(array.flatten().to_numpy(zero_copy_only=False), np.append(0, np.cumsum(lengths)))
 
 
 def prompts_of(table: pa.Table) -> tuple[list[dict[str, Any]], list[int]]:

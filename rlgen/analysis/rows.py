@@ -21,11 +21,8 @@ from rlgen.rollout.parquet import OF_TURNS, has_turns
 from rlgen.rollout.read import read_rollouts, rollout_steps
 
 SORTS = ("step", "reward", "advantage", "length", "gap")
-# The columns that each filter and each order reads.
+# The columns that a filter or an order reads, if it is not the one of its name.
 READ = {
-    "step": ("step",),
-    "reward": ("reward",),
-    "advantage": ("advantage",),
     "length": ("completion_ids",),
     "gap": ("sampler_logp", "policy_logp"),
     "finish": ("finish_reason",),
@@ -77,7 +74,7 @@ class Query:
         bounds = (self.reward_below, self.reward_above, self.length, self.finish, self.text)
         asked = zip(("reward", "reward", "length", "finish", "text"), bounds, strict=True)
         names = ["step", self.order, *(name for name, bound in asked if bound is not None)]
-        return tuple(dict.fromkeys(column for name in names for column in READ[name]))
+        return tuple(dict.fromkeys(column for name in names for column in READ.get(name, (name,))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

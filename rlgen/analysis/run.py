@@ -43,7 +43,7 @@ def read_run(path: Path) -> Run:
     records = read_records(path / "metrics.jsonl")
     return Run(
         path=path,
-        recipe=load_recipe(resolved).recipe,
+        recipe=load_recipe(resolved, resolved=True).recipe,
         resolved=resolved.read_text(encoding="utf-8"),
         written=written.read_text(encoding="utf-8", errors="replace") if written.is_file() else "",
         status=RunDirectory.look(path),

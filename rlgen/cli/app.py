@@ -21,7 +21,7 @@ from rlgen.cli.env import env_command
 from rlgen.cli.export import export_command
 from rlgen.cli.groups import AsJson, CheckpointStep, Overrides, RecipePath, RunPath, recipes, rewards
 from rlgen.cli.guesses import understood
-from rlgen.cli.output import echo, prepare
+from rlgen.cli.output import echo, hushed, prepare
 from rlgen.errors import RecipeError, RlgenError, Stopped, UsageError, redacted
 from rlgen.metrics import Metric
 
@@ -39,7 +39,6 @@ app.add_typer(rewards, name="rewards")
 
 
 def version(value: bool) -> None:
-    """Prints the version and exits, for `--version`."""
     if value:
         echo(f"rlgen {rlgen.__version__}")
         raise typer.Exit
@@ -199,8 +198,7 @@ def call_rollouts(
         str | None, Option(help="Only rollouts with this text in prompt or completion; case does not matter.")
     ] = None,
     sort: Annotated[
-        str,
-        Option(help="step, reward, advantage, length, or gap (of engine and trainer). -reward: highest first."),
+        str, Option(help="step, reward, advantage, length, or gap (of engine and trainer). -reward: highest first.")
     ] = "step",
     limit: Annotated[int, Option(min=1, max=10_000, help="Rollouts per page.")] = 10,
     page: Annotated[int, Option(min=1, help="Page to show.")] = 1,
@@ -303,8 +301,7 @@ def call_estimate(
     from rlgen.cli.estimate import estimate_command
     from rlgen.cli.step_time import Machines
 
-    places, given = (nodes, gpus, gpu), (tokens_per_second, train_flops, bandwidth, mean_tokens)
-    machines = Machines(*places, like or (), *given)
+    machines = Machines(nodes, gpus, gpu, like or (), tokens_per_second, train_flops, bandwidth, mean_tokens)
     estimate_command(recipe, overrides or [], gpu_gib, as_json, machines)
 
 
@@ -355,7 +352,6 @@ app.command("env", epilog="Example: rlgen env > env.txt")(env_command)
 
 
 def main() -> None:
-    """Runs the program, and ends the process with its exit code."""
     leave(run_command())
 
 
@@ -369,12 +365,11 @@ def run_command() -> int:
     except RlgenError as error:
         if os.environ.get("RLGEN_DEBUG"):
             echo(redacted(traceback.format_exc()), err=True)
-        message = str(error) if isinstance(error, RecipeError | Stopped) else f"error: {error}"
         if not error.told:
-            echo(message, err=True)
-        if isinstance(error, RecipeError) and not error.told:
-            count = len(error.problems)
-            echo(f"{count} error{'s' if count > 1 else ''}; nothing was started", err=True)
+            echo(str(error) if isinstance(error, RecipeError | Stopped) else f"error: {error}", err=True)
+            if isinstance(error, RecipeError):
+                count = len(error.problems)
+                echo(f"{count} error{'s' if count > 1 else ''}; nothing was started", err=True)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -407,9 +402,5 @@ def leave(code: int) -> NoReturn:
 def flush_streams() -> None:
     """Flushes standard output and standard error. A stream that cannot be written is discarded."""
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with hushed(stream):
             stream.flush()
-        except OSError:
-            from rlgen.run.console import hush
-
-            hush(stream)

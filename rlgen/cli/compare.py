@@ -18,16 +18,18 @@ from rlgen.analysis.plot import STYLES, plot
 from rlgen.analysis.png import chosen_curves, write_png
 from rlgen.analysis.report import title_of, write_comparison, write_report
 from rlgen.analysis.run import Run, read_run
-from rlgen.cli.output import echo, page_for_terminal, plain_table
+from rlgen.cli.output import check_file, echo, page_for_terminal, plain_table
 from rlgen.cli.rollouts import as_json_value
 from rlgen.cli.status import status_of
 from rlgen.errors import UsageError
+from rlgen.recipe.rules import repeated
 from rlgen.redact import printable, printable_json
 from rlgen.run.find import find_run
 
 
 def compare_command(names: Sequence[Path], metric: str, by: By, html: bool, png: bool, out: Path, as_json: bool) -> None:
-    """Prints what differs between runs, or one JSON object. Writes the HTML file `out`, and the PNG file beside it, if asked."""
+    if html or png:
+        check_file(out)
     runs = runs_of(names)
     comparison = compare(runs, metric, by)
     charts = [comparison.chart, *other_charts(comparison.groups, by)] if html or png else []
@@ -50,10 +52,8 @@ def runs_of(names: Sequence[Path]) -> list[Run]:
     paths = [find_run(name) for name in names]
     if len(paths) < 2:
         raise UsageError(f"compare: {names[0]} is the only run; name two or more")
-    whole = [path.resolve() for path in paths]
-    for place, path in enumerate(whole):
-        if path in whole[:place]:
-            raise UsageError(f"compare: {names[place]} is named twice; name each run once")
+    if twice := repeated([path.resolve() for path in paths]):
+        raise UsageError(f"compare: {names[twice[0]]} is named twice; name each run once")
     return [replace(read_run(path), status=status_of(path)) for path in paths]
 
 
@@ -137,9 +137,9 @@ def cells(texts: Sequence[str]) -> list[Text]:
 
 
 def report_command(name: Path, out: Path | None, png: bool, rollouts: int, as_json: bool) -> None:
-    """Writes `report.html`, with `png` also the curves beside it, and prints where they are."""
     run = read_run(find_run(name))
     path = out or run.path / "report.html"
+    check_file(path)
     if png:  # first: it fails without matplotlib, before anything is written
         write_png(path.with_suffix(".png"), run.name, chosen_curves(charts_of(run)))
     packed = write_report(run, path, rollouts)

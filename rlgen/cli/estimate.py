@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +67,7 @@ def memory_report(recipe: Recipe, device: int | None, machines: Machines = NOTHI
     plan, dtype = plan_of(recipe, device), getattr(torch, recipe.model.dtype)
 
     def counted(rows: int) -> "Counts":
-        return count(config, rows, plan.length, dtype, recipe.model.attention)
+        return count(config, rows, plan.length, dtype, recipe.model.attention, recipe.processes.tensor)
 
     counts = counted(plan.rows)
     phases = needs(counts, plan)
@@ -91,7 +91,7 @@ def memory_report(recipe: Recipe, device: int | None, machines: Machines = NOTHI
         "fits": None if device is None else most <= device and (plan.engine == "elsewhere" or held >= sequence),
         "servers": launched and {"count": launched.servers, "gpus": list(launched.gpus), "a_gpu": engine_parts(counts, a_gpu)},
         "sequences": {"decoded_together": plan.sequences, "cache_holds": held // max(1, sequence)},
-        "hints": [asdict(hint) for hint in found],
+        "hints": [hint._asdict() for hint in found],
         "how": {part: HOW[part] for parts in phases.values() for part in parts},
         "time": step_time(recipe, machines, counts, plan, packs(recipe, device)) if machines.rated else None,
     }
@@ -101,7 +101,7 @@ def plan_of(recipe: Recipe, device: int | None) -> "MemoryPlan":
     import torch
 
     from rlgen.algorithms.registry import build_algorithm
-    from rlgen.models.memory import ADAMW, ADAMW_8BIT, MemoryPlan
+    from rlgen.models.memory import ADAMW, ADAMW_8BIT, QUANTIZED, MemoryPlan
 
     engine = recipe.engine
     processes = recipe.processes.count or int(os.environ.get("WORLD_SIZE", "1"))  # without a number in the recipe, the launcher's
@@ -112,8 +112,11 @@ def plan_of(recipe: Recipe, device: int | None) -> "MemoryPlan":
         trainer_bytes=getattr(torch, recipe.model.dtype).itemsize,
         fp32_head=recipe.model.fp32_head,
         checkpointing=recipe.model.gradient_checkpointing,
+        offload_activations=recipe.model.offload_activations,
+        offload_moments=recipe.optim.offload,
         reference=build_algorithm(recipe.trainer).reference != "none",
         adapter_rank=recipe.model.lora.rank if recipe.model.lora else None,
+        quantized=QUANTIZED[recipe.model.quantization] if recipe.model.quantization else None,
         processes=processes,
         moment_bytes=ADAMW_8BIT if recipe.optim.kind == "adamw_8bit" else ADAMW,
         sharded=recipe.processes.strategy == "fsdp",
@@ -134,14 +137,15 @@ def micro_batch(recipe: Recipe, samples: int, device: int | None) -> tuple[int, 
     """Returns the rows of the largest micro-batch of a process with `samples` rows, and the tokens of each.
 
     A full micro-batch has as many tokens as the budget allows, whether its rows are many and short or few and long. Packed rows
-    share the prompt of their group.
+    share the prompt of their group. Processes of one `processes.context` share out the tokens of their rows.
     """
-    longest, budget = recipe.max_row_tokens, recipe.optim.micro_batch_tokens
+    together = recipe.processes.sharing
+    longest, budget, samples = recipe.max_row_tokens, recipe.optim.micro_batch_tokens * together, samples * together
     if packs(recipe, device):
         completion = recipe.rollout.max_completion_tokens
         longest = completion + -(-(longest - completion) // recipe.rollout.group_size)
     rows = min(max(1, budget // longest), samples)
-    return rows, budget // rows if rows < samples else longest
+    return rows, -(-(budget // rows if rows < samples else longest) // together)
 
 
 def packs(recipe: Recipe, device: int | None) -> bool:
@@ -192,13 +196,12 @@ def conclusions(report: dict[str, Any]) -> list[str]:
     if device is None:
         lines.append("no GPU here: pass --gpu-gib N to see whether it fits; the KV cache is counted for all sequences at once")
     else:
-        room = device - most
-        lines.append(
-            f"of {gib(device)} GiB: "
-            + (f"fits, {gib(room)} GiB are left" if report["fits"] else f"does not fit, {gib(-room)} GiB too much")
-            if room < 0 or report["fits"]
-            else f"of {gib(device)} GiB: does not fit: the KV cache cannot hold one sequence of full length"
-        )
+        room, verdict = device - most, "does not fit: the KV cache cannot hold one sequence of full length"
+        if room < 0:
+            verdict = f"does not fit, {gib(-room)} GiB too much"
+        elif report["fits"]:
+            verdict = f"fits, {gib(room)} GiB are left"
+        lines.append(f"of {gib(device)} GiB: {verdict}")
     if 0 < sequences["cache_holds"] < sequences["decoded_together"]:
         lines.append(
             f"the KV cache holds {sequences['cache_holds']} of {sequences['decoded_together']} sequences of full length;"

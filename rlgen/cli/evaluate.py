@@ -10,6 +10,7 @@ from rlgen.analysis.run import EDGES
 from rlgen.cli.export import find_checkpoint
 from rlgen.cli.output import echo
 from rlgen.errors import ProcessError, UsageError
+from rlgen.files import written
 from rlgen.metrics import Family, Metric
 from rlgen.recipe import Recipe, load_recipe
 from rlgen.recipe.models import ModelRecipe
@@ -25,15 +26,12 @@ WIDTH = 24  # characters of the column of names
 
 
 class Target(NamedTuple):
-    """What is evaluated."""
-
     model: ModelRecipe
     step: int  # of a checkpoint; 0 for a model
     adapter: Path | None  # checkpoint of an adapter, which is applied to the model; None: the model alone
 
 
 def eval_command(name: Path, path: Path, overrides: list[str], step: str | None, out: Path | None, as_json: bool) -> None:
-    """Evaluates, and prints a table or one JSON object."""
     target, held_out, metrics = evaluate_target(name, path, overrides, step, out, Terminal(quiet=as_json).say)
     if as_json:
         facts = {"model": str(target.adapter or target.model.path), "step": target.step, "source": held_out.rows.source}
@@ -53,6 +51,9 @@ def evaluate_target(
     if (world := Launch.of(os.environ).world) > 1:
         raise ProcessError(f"{world} processes run, but `rlgen eval` takes one: start it without a launcher")
     target = target_of(recipe, name, step)
+    if out is not None:  # first: it would be a pity to lose the numbers of an evaluation
+        with written(out, remedy="name another folder"):
+            out.mkdir(parents=True, exist_ok=True)
     from rlgen.models.tiny import cache_dir
 
     logs = cache_dir() / "eval"  # kept after the command: error messages name a server's log
@@ -94,7 +95,7 @@ def checkpoint_of(recipe: Recipe, checkpoint: Path) -> Target:
     resolved = checkpoint.parent.parent / "resolved.yaml"
     if not resolved.is_file():
         raise UsageError(f"{checkpoint} is an adapter, but {resolved} with its base is missing; merge it with `rlgen export`")
-    return Target(model=load_recipe(resolved).recipe.model, step=step, adapter=checkpoint)
+    return Target(model=load_recipe(resolved, resolved=True).recipe.model, step=step, adapter=checkpoint)
 
 
 def whole_model(recipe: Recipe, location: str) -> ModelRecipe:
@@ -103,7 +104,6 @@ def whole_model(recipe: Recipe, location: str) -> ModelRecipe:
 
 
 def print_metrics(metrics: Mapping[str, Any]) -> None:
-    """Prints a table: each value with its interval, if it has one."""
     echo(f"{'':<{WIDTH}}{'mean':>10}  95 % interval")
     keys = [Metric.EVAL_REWARD_MEAN, *(key for key in Family.EVAL_PASS.keys(metrics) if not key.endswith(EDGES))]
     keys += [*Family.EVAL_REWARD.keys(metrics), Metric.EVAL_MEAN_TOKENS, Metric.EVAL_TRUNCATED, Metric.EVAL_DELTA_MAX]

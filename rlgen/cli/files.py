@@ -2,9 +2,8 @@
 
 import ast
 import csv
-import glob
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from difflib import get_close_matches
@@ -19,7 +18,7 @@ from rlgen.recipe.evaluation import data_of, eval_rewards
 from rlgen.recipe.judges import MODEL_REWARDS, JudgeArgs, RewardModelArgs, settings_of
 from rlgen.recipe.messages import suggest
 from rlgen.recipe.models import BUILT_IN_REWARDS, SEED_COLUMN, RewardRecipe, ScoringRecipe
-from rlgen.recipe.paths import like, named_functions
+from rlgen.recipe.paths import like, matches, named_functions
 from rlgen.recipe.rules import is_local_model, is_local_source
 
 if TYPE_CHECKING:
@@ -32,11 +31,11 @@ def looked_up(loaded: LoadedRecipe, imports: bool = True) -> set[str] | None:
     """Returns the columns of the data; None: the data must be loaded to know them. Imports the user's rewards and tools, in a
     process of their own, unless `imports` is false. Raises RecipeError for a file, a column or a function that cannot be used.
     """
-    problems = missing_files(loaded)
+    problems = [*missing_files(loaded)]
     columns = known_columns(loaded.recipe)
     problems = problems or [*unknown_columns(loaded, columns), *unfilled_parameters(loaded, columns)]
     if imports:
-        problems = problems or unusable_functions(loaded)
+        problems = problems or [*unusable_functions(loaded)]
     if problems:
         raise RecipeError(problems)
     return columns
@@ -57,43 +56,42 @@ def of_evaluation(loaded: LoadedRecipe) -> LoadedRecipe | None:
     return replace(loaded, recipe=recipe.model_copy(update=changes), origins=origins)
 
 
-def missing_files(loaded: LoadedRecipe) -> list[Problem]:
-    """Returns a problem for each local file that the recipe names and is not there, and each function that its file lacks."""
-    problems: list[Problem] = []
+def missing_files(loaded: LoadedRecipe) -> Iterator[Problem]:
+    """Yields a problem for each local file that the recipe names and is not there, and each function that its file lacks."""
     recipe, origins = loaded.recipe, loaded.origins
     model, source = recipe.model.path, recipe.data.source
     if is_local_model(model) and not Path(model).is_dir():
         made = f"`rlgen recipes warm-start {loaded.path}` makes a small one" if recipe.task else None
         is_file = Path(model).is_file()
         what = f"model.path: {model} is a file" if is_file else f"model.path: there is no folder {model}"
-        problems.append(Problem(origins["model.path"], what, HUB if is_file else like(model) or made or HUB))
-    if is_local_source(source) and not glob.glob(source, recursive=True):
-        problems.append(Problem(origins["data.source"], f"data.source: {source} does not exist", like(source)))
+        yield Problem(origins["model.path"], what, HUB if is_file else like(model) or made or HUB)
+    if is_local_source(source) and not matches(source):
+        yield Problem(origins["data.source"], f"data.source: {source} does not exist", like(source))
     if (template := recipe.data.chat_template) is not None and not Path(template).is_file():
         what = f"data.chat_template: {template} does not exist"
         reason = like(template) or "it is a file with a template (Jinja); without the key the tokenizer's own is used"
-        problems.append(Problem(origins["data.chat_template"], what, reason))
-    problems += unusable_models(loaded)
+        yield Problem(origins["data.chat_template"], what, reason)
+    yield from unusable_models(loaded)
     for place, use, _ in named_functions(recipe):
         key, (file, _, function) = ".".join(map(str, (*place, "use"))), use.rpartition(":")
         if not file.endswith(".py") or place[0] == "eval":  # those of evaluations: see `of_evaluation`
             continue
         try:
-            tree = ast.parse(Path(file).read_text(encoding="utf-8"))
-        except (OSError, SyntaxError, UnicodeDecodeError) as error:
+            tree = ast.parse(
+                Path(file).read_bytes()
+            )  # as Python reads it: with a byte order mark, or a line that says the coding
+        except (OSError, SyntaxError, ValueError) as error:
             hint = like(file) if isinstance(error, FileNotFoundError) else None
-            problems.append(Problem(origins[key], f"{file} cannot be read: {error}", hint))
+            yield Problem(origins[key], f"{file} cannot be read: {error}", hint)
             continue
         names = [name for node in tree.body for name in defined(node)]
         if function not in names:
             hint = suggest(function, names, None) or f"it defines {', '.join(names) or 'nothing'}"
-            problems.append(Problem(origins[key], f"{file} defines no `{function}`", hint))
+            yield Problem(origins[key], f"{file} defines no `{function}`", hint)
         elif key.startswith("rewards.") and (node := plain_function(tree, function)) is not None:
             raises = any(isinstance(part, ast.Raise) for part in node.body)  # a stub that raises reports itself when it is called
-            if raises or any(isinstance(part, ast.Return) and part.value is not None for part in ast.walk(node)):
-                continue
-            problems.append(Problem(origins[key], f"{file}: `{function}` returns nothing", "end it with `return` and the reward"))
-    return problems
+            if not raises and not any(isinstance(part, ast.Return) and part.value is not None for part in ast.walk(node)):
+                yield Problem(origins[key], f"{file}: `{function}` returns nothing", "end it with `return` and the reward")
 
 
 def defined(node: ast.stmt) -> list[str]:
@@ -112,9 +110,8 @@ def plain_function(tree: ast.Module, name: str) -> ast.FunctionDef | ast.AsyncFu
     return nodes[-1] if nodes and not nodes[-1].decorator_list else None
 
 
-def unusable_models(loaded: LoadedRecipe) -> list[Problem]:
-    """Returns a problem for each reward that asks a model and names a folder or a file that cannot be used. Loads no weights."""
-    problems: list[Problem] = []
+def unusable_models(loaded: LoadedRecipe) -> Iterator[Problem]:
+    """Yields a problem for each reward that asks a model and names a folder or a file that cannot be used. Loads no weights."""
     for index, reward in enumerate(loaded.recipe.rewards):
         settings, key, file, why = settings_of(reward), "", "", None
         if isinstance(settings, RewardModelArgs) and Path(settings.path).is_absolute():
@@ -127,8 +124,7 @@ def unusable_models(loaded: LoadedRecipe) -> list[Problem]:
                 why = f": {error}"
         if why is not None:
             where = loaded.origins.get(key, loaded.origins[f"rewards.{index}.use"])
-            problems.append(Problem(where, f"{key}: {file}{why}", like(file)))
-    return problems
+            yield Problem(where, f"{key}: {file}{why}", like(file))
 
 
 def not_a_reward_model(folder: Path) -> str | None:
@@ -146,12 +142,12 @@ def not_a_reward_model(folder: Path) -> str | None:
     return None if labels == 1 else f" has {labels} labels; a reward model has one, which is its score"
 
 
-def unknown_columns(loaded: LoadedRecipe, columns: set[str] | None) -> list[Problem]:
-    """Returns a problem for each column that the recipe names and the data lack, as far as `known_columns` knows them."""
+def unknown_columns(loaded: LoadedRecipe, columns: set[str] | None) -> Iterator[Problem]:
+    """Yields a problem for each column that the recipe names and the data lack, as far as `known_columns` knows them."""
     named = loaded.recipe.data.columns
     if columns is None or loaded.recipe.task is not None:
-        return []
-    there, problems = sorted(columns), []
+        return
+    there = sorted(columns)
     for key, column in (("prompt", named.prompt), ("answer", named.answer)):
         if column is None or column in there:
             continue
@@ -159,17 +155,17 @@ def unknown_columns(loaded: LoadedRecipe, columns: set[str] | None) -> list[Prob
         hint = f"did you mean `{close[0]}`? " if close else ""
         if "conversations" in there:
             hint = "rows of ShareGPT hold the answers too: write the messages before the last answer into a column of their own; "
-        if len(there) == 1 and ";" in there[0]:
-            hint = "separate the columns with commas, not with `;`: "
+        for mark, marks in ((";", "`;`"), ("\t", "tabs")):
+            if len(there) == 1 and mark in there[0]:
+                hint = f"separate the columns with commas, not with {marks}: "
         where = loaded.origins[f"data.columns.{key}"]
         where = loaded.origins["data.source"] if where == "default" else where
         what = f"data.columns.{key}: {loaded.recipe.data.source} has no column `{column}`"
-        problems.append(Problem(where, what, f"{hint}it has {', '.join(there)}; set data.columns.{key} to one of them"))
-    return problems
+        yield Problem(where, what, f"{hint}it has {', '.join(there)}; set data.columns.{key} to one of them")
 
 
-def unusable_functions(loaded: LoadedRecipe) -> list[Problem]:
-    """Returns a problem for each reward that cannot be imported, each tool that cannot be imported or described to a model, and
+def unusable_functions(loaded: LoadedRecipe) -> Iterator[Problem]:
+    """Yields a problem for each reward that cannot be imported, each tool that cannot be imported or described to a model, and
     an environment that cannot be used. Each is tried in a process of its own, as in a run.
     """
     recipe = loaded.recipe
@@ -186,13 +182,11 @@ def unusable_functions(loaded: LoadedRecipe) -> list[Problem]:
 
         environment = recipe.environment
         tries["environment.use"] = lambda: open_arena(environment, recipe.scoring).close()
-    problems: list[Problem] = []
     for key, attempt in tries.items():
         try:
             attempt()
         except (RewardError, ToolError) as error:
-            problems.append(Problem(loaded.origins[key], str(error)))
-    return problems
+            yield Problem(loaded.origins[key], str(error))
 
 
 def import_reward(reward: RewardRecipe, scoring: ScoringRecipe) -> None:
@@ -208,7 +202,7 @@ def known_columns(recipe: Recipe) -> set[str] | None:
     source, columns = recipe.data.source, None
     if recipe.task is not None:
         columns = set(TASK_COLUMNS[recipe.task])
-    elif is_local_source(source) and len(files := glob.glob(source, recursive=True)) == 1:
+    elif is_local_source(source) and len(files := matches(source)) == 1:
         try:
             with open(files[0], encoding="utf-8-sig", newline="") as file:
                 if source.endswith(".csv"):
@@ -224,15 +218,14 @@ def known_columns(recipe: Recipe) -> set[str] | None:
     return columns
 
 
-def unfilled_parameters(loaded: LoadedRecipe, columns: set[str] | None) -> list[Problem]:
-    """Returns a problem for each reward with a parameter that nothing fills, as far as it is known without running user code."""
+def unfilled_parameters(loaded: LoadedRecipe, columns: set[str] | None) -> Iterator[Problem]:
+    """Yields a problem for each reward with a parameter that nothing fills, as far as it is known without running user code."""
     from rlgen.rewards.builtin import BUILTIN
     from rlgen.rewards.load import RewardSource, facts_of_model
     from rlgen.rewards.resolve import MESSAGES, resolve
 
     if columns is None:
-        return []
-    problems: list[Problem] = []
+        return
     answer, talks, environment = loaded.recipe.data.columns.answer, loaded.recipe.talks, loaded.recipe.environment
     columns = {*columns, *(["answer"] if answer else ()), *([MESSAGES] if talks else ()), *([SEED_COLUMN] if environment else ())}
     for index, reward in enumerate(loaded.recipe.rewards):
@@ -241,14 +234,13 @@ def unfilled_parameters(loaded: LoadedRecipe, columns: set[str] | None) -> list[
         if (settings := settings_of(reward)) is not None:
             facts = facts_of_model(settings)
         if file.endswith(".py"):
-            node = plain_function(ast.parse(Path(file).read_text(encoding="utf-8")), function)
+            node = plain_function(ast.parse(Path(file).read_bytes()), function)
             facts = None if node is None else signature_of(node)
         try:
             if facts is not None:
                 resolve(reward, facts, columns)
         except (DataError, RewardError) as error:
-            problems.append(Problem(loaded.origins[f"rewards.{index}.use"], str(error)))
-    return problems
+            yield Problem(loaded.origins[f"rewards.{index}.use"], str(error))
 
 
 def signature_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> "FunctionFacts":

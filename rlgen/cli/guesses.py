@@ -15,9 +15,7 @@ DONE = {  # what is typed: what is run instead
 }
 NAMED = {  # what is typed: what to type instead
     "resume": "`rlgen train RECIPE --resume` goes on from the newest checkpoint",
-    "run": "`rlgen train RECIPE` trains a model",
-    "start": "`rlgen train RECIPE` trains a model",
-    "finetune": "`rlgen train RECIPE` trains a model",
+    **dict.fromkeys(("run", "start", "finetune"), "`rlgen train RECIPE` trains a model"),
     "grpo": "`rlgen train RECIPE` trains a model; write `trainer: {kind: grpo}` into the recipe",
     "rloo": "`rlgen train RECIPE` trains a model; write `trainer: {kind: rloo}` into the recipe",
     "dpo": "`rlgen train RECIPE` trains a model; write `trainer: {kind: online_dpo}` into the recipe",
@@ -29,13 +27,11 @@ NAMED = {  # what is typed: what to type instead
 }
 OPTIONS = {  # of commands that take a recipe
     "--steps": "write `--set run.steps={}`",
-    "--config": "the recipe is an argument: `rlgen train {}`",
-    "--recipe": "the recipe is an argument: `rlgen train {}`",
+    **dict.fromkeys(("--config", "--recipe"), "the recipe is an argument: `rlgen train {}`"),
     "--model": "write `--set model.path={}`",
     "--lr": "write `--set optim.learning_rate={}`",
     "--seed": "write `--set run.seed={}`",
-    "--gpus": "write `torchrun --nproc-per-node {} -m rlgen train RECIPE`",
-    "--num-gpus": "write `torchrun --nproc-per-node {} -m rlgen train RECIPE`",
+    **dict.fromkeys(("--gpus", "--num-gpus"), "write `torchrun --nproc-per-node {} -m rlgen train RECIPE`"),
     "--output-dir": "write `--run-dir {}`",
 }
 TAKEN = {("estimate", "--gpus")}  # the command has this option itself
@@ -72,9 +68,7 @@ def understood(arguments: Sequence[str]) -> list[str]:
 
 def refuse_options(command: str, arguments: Sequence[str]) -> None:
     """Raises UsageError for an option that other tools have and `command` has not, with what to write instead."""
-    for place, argument in enumerate(arguments):
-        before = arguments[place - 1] if place else ""
-        after = arguments[place + 1] if place + 1 < len(arguments) else ""
+    for before, argument, after in zip(["", *arguments], arguments, [*arguments[1:], ""], strict=False):
         name, _, value = argument.partition("=")
         if argument == "--":
             return

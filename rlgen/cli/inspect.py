@@ -8,9 +8,9 @@ import textwrap
 from pathlib import Path
 
 import rlgen
-from rlgen.cli.output import echo
-from rlgen.errors import CheckpointError, UsageError
-from rlgen.files import write_text
+from rlgen.cli.output import check_file, echo
+from rlgen.errors import UsageError
+from rlgen.files import write_text, written
 from rlgen.recipe import dump_recipe, load_recipe
 from rlgen.recipe.data import TASKS
 from rlgen.recipe.keys import HEADER, recipe_schema, sentences
@@ -25,7 +25,6 @@ SCHEMA = "recipe.schema.json"  # as the first line of that recipe names it
 
 
 def show_command(path: Path, overrides: list[str], resolved: bool, as_json: bool) -> None:
-    """Prints every value of a recipe with its origin and description, or with `resolved` the resolved recipe as YAML."""
     loaded = load_recipe(path, overrides)
     if resolved:
         echo(dump_recipe(loaded.recipe), nl=False, exact=True)
@@ -52,23 +51,21 @@ def show_command(path: Path, overrides: list[str], resolved: bool, as_json: bool
 
 def folded(text: str, first: str, rest: str) -> str:
     """Returns a text in lines of at most `COLUMNS` characters, indented by `first` and `rest`. A longer word stays whole."""
-    wrapper = textwrap.TextWrapper(COLUMNS, first, rest, break_long_words=False, break_on_hyphens=False)
-    return wrapper.fill(text)
+    return textwrap.TextWrapper(COLUMNS, first, rest, break_long_words=False, break_on_hyphens=False).fill(text)
 
 
 def schema_command(out: Path | None) -> None:
-    """Prints the JSON Schema of recipes, or writes it into a file."""
     if out is None:
         echo(schema_text(), nl=False, exact=True)
         return
     if out.suffix != ".json":
         raise UsageError(f"--out: {out} does not end in .json, and JSON would overwrite it; name a file that does")
+    check_file(out)
     write_text(out, schema_text())
     echo(f"{out} written; first line of a recipe beside it: {HEADER}{out.name}")
 
 
 def schema_text() -> str:
-    """Returns the JSON Schema of recipes as the text of a file."""
     return json.dumps(recipe_schema(), indent=2, ensure_ascii=False) + "\n"
 
 
@@ -112,19 +109,19 @@ def copy_command(name: str, path: Path | None) -> None:
     for file, text in texts.items():
         if file.exists() and (file == target or file.read_text(encoding="utf-8") != text):
             raise UsageError(f"{file} exists already; name another {'file' if file == target else 'folder'}")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for file, text in texts.items():
-        file.write_text(text, encoding="utf-8")
+    with written(target.parent, remedy="name another folder"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for file, text in texts.items():
+            file.write_text(text, encoding="utf-8")
     model = load_recipe(target).recipe.model.path
     warm = is_local_model(model) and not Path(model).is_dir()
-    written = " and ".join(map(str, texts))
-    echo(f"{written} written; next: rlgen {'recipes warm-start' if warm else 'validate'} {target}")
+    names = " and ".join(map(str, texts))
+    echo(f"{names} written; next: rlgen {'recipes warm-start' if warm else 'validate'} {target}")
 
 
 def init_command(folder: Path) -> None:
-    """Writes recipe, rewards, data and the schema of recipes into a folder, which is new or empty."""
     names = sorted(path.name for path in STARTER.iterdir() if path.is_file())
-    try:
+    with written(folder, remedy="name another folder"):
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"{folder} is a file; name a folder")
         if folder.is_dir() and any(folder.iterdir()):
@@ -133,8 +130,6 @@ def init_command(folder: Path) -> None:
         for name in names:
             shutil.copyfile(STARTER / name, folder / name)
         (folder / SCHEMA).write_text(schema_text(), encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be written: {error}; name another folder") from error
     echo(f"{folder} written: {', '.join([*names, SCHEMA])}")
     goes = f"cd {shlex.quote(str(folder))} && " if folder.resolve() != Path.cwd() else ""
     echo(f"next: {goes}rlgen recipes warm-start recipe.yaml")

@@ -1,4 +1,4 @@
-"""Prints what commands say, on any standard output: a terminal, a file on a full disk, or a closed pipe."""
+"""Prints what commands say, on any standard output: a terminal, a file on a full disk, or a closed pipe. Checks `--out`."""
 
 import os
 import shlex
@@ -7,8 +7,10 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from rlgen.errors import UsageError
 from rlgen.redact import printable
 
 if TYPE_CHECKING:
@@ -21,10 +23,10 @@ def prepare() -> None:
     the shell has closed (`>&-`), which Python leaves as None, becomes one that discards what it is given.
     """
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # for as long as the process lives
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", errors="backslashreplace"))  # noqa: SIM115  # as long as the process lives
+        elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
 
@@ -37,6 +39,14 @@ def echo(text: str, err: bool = False, nl: bool = True, exact: bool = False) -> 
     stream = sys.stderr if err else sys.stdout
     with hushed(stream):
         typer.echo(text if exact and not stream.isatty() else printable(text), err=err, nl=nl)
+
+
+def check_file(out: Path) -> None:
+    """Raises UsageError if `--out` cannot name a file. Call it before the work whose result goes there."""
+    if not os.path.isdir(out.parent):
+        raise UsageError(f"--out: there is no folder {out.parent}; make it, or name another")
+    if os.path.isdir(out):
+        raise UsageError(f"--out: {out} is a folder; name a file")
 
 
 @contextmanager
@@ -79,7 +89,9 @@ def page_for_terminal(whole_lines: bool) -> "Iterator[Console]":
     page.soft_wrap = whole_lines and not page.is_terminal
     with page.capture() as shown:
         yield page
-    pager = shlex.split(os.environ.get("PAGER", "less"))
+    pager: list[str] = []
+    with suppress(ValueError):  # a quotation mark is not closed
+        pager = shlex.split(os.environ.get("PAGER", "less"))
     if sys.stdout.isatty() and pager and shutil.which(pager[0]):
         with suppress(OSError):
             subprocess.run(pager, input=shown.get().encode(errors="backslashreplace"), env={"LESS": "FRX", **os.environ})

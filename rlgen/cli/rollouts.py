@@ -20,7 +20,6 @@ LINES, CHARACTERS = 6, 600  # of a text that is not shown in full
 
 
 def rollouts_command(name: Path, query: Query, limit: int, page: int, full: bool, as_json: bool) -> None:
-    """Prints a page of the rollouts that match, or one JSON object with them."""
     run = find_run(name)
     found = find_rollouts(run, query)
     pages = max(1, math.ceil(len(found) / limit))

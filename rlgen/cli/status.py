@@ -77,7 +77,8 @@ def follow_steps(path: Path, as_json: bool) -> None:
 
 def print_status(path: Path, found: Mapping[str, Any]) -> None:
     said = f"exit code {found['exit_code']}" if found["exit_code"] is not None else f"process {found['pid']}"
-    ago = f"{time.time() - found['time']:.0f} s ago" if found["time"] is not None else "at an unknown time"
+    gone = None if found["time"] is None else time.time() - found["time"]
+    ago = "at an unknown time" if gone is None else f"{abs(gone):.0f} s {'ago' if gone > -1 else 'ahead of the clock here'}"
     left = "" if found["remaining"] is None else f", {as_clock(found['remaining'])} left"
     echo(f"{path}: {found['state']} ({said}), step {found['step']} of {found['steps']}, last heard of {ago}{left}")
     if found["message"]:
@@ -144,7 +145,6 @@ def seconds_of(records: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def runs_command(folder: Path, as_json: bool) -> None:
-    """Prints a line for each run in a folder, newest first: state, step, reward, evaluation, age."""
     if holds_run(folder):
         raise UsageError(f"{folder} is a run; `rlgen status {folder}` prints its state")
     if not folder.is_dir():
@@ -171,6 +171,6 @@ def columns(found: dict[str, Any]) -> tuple[str, ...]:
 
 
 def age(seconds: float) -> str:
-    """90 -> `1 min`"""
+    """90 -> `1 min`; a clock that is ahead -> `0 s`"""
     unit, size = next((one for one in UNITS if seconds >= one[1]), UNITS[-1])
-    return f"{seconds // size:.0f} {unit}"
+    return f"{max(0.0, seconds) // size:.0f} {unit}"

@@ -111,7 +111,7 @@ def work_of(recipe: Recipe, processes: int, packed: bool) -> Work:
         most_tokens=rollout.max_completion_tokens,
         engines=remote or (engine.copies if engine.kind == "server" else max(1, processes // engine.callers)),
         slots=engine.max_num_seqs,
-        waves=engine.kind == "transformers",
+        waves=engine.waves,
         processes=processes,
         micro_batch_tokens=recipe.optim.micro_batch_tokens,
         updates=trainer.updates_per_rollout if isinstance(trainer, PolicyRecipe) else 1,

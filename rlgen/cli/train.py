@@ -75,7 +75,7 @@ def last_lines(path: Path, seconds: float, resumes: str | None = None) -> list[s
 
     try:
         run = read_run(path)
-    except (RlgenError, OSError, ValueError):  # another command may take the folder as soon as this run has ended
-        return [f"the run has ended; another command uses {path} now"]
+    except (RlgenError, OSError, ValueError) as error:  # another command may take the folder as soon as this run has ended
+        return [f"the run has ended; {path} cannot be read now, perhaps because another command uses it: {error}"]
     name = run.name if (RUNS / run.name).resolve() == path.resolve() and holds_run(RUNS / run.name) else path
     return ending_of(run, seconds, resumes or f"rlgen report {shlex.quote(str(name))}")

@@ -5,6 +5,7 @@ first prompts are shown as the model will see them.
 """
 
 import json
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,18 +77,14 @@ def about_eval(problem: Problem) -> Problem:
     return Problem(problem.where, what or "", hint)
 
 
-def unread(recipe: Recipe, columns: set[str] | None, folder: Path) -> list[str]:
-    """Returns a line for what is not opened here, and why. `folder`: of the recipe, where its relative paths start."""
-    said = []
+def unread(recipe: Recipe, columns: set[str] | None, folder: Path) -> Iterator[str]:
+    """Yields a line for what is not opened here, and why. `folder`: of the recipe, where its relative paths start."""
     if columns is None:
-        said.append(f"{recipe.data.source} was not read; `rlgen rewards test` checks its columns against the rewards")
+        yield f"{recipe.data.source} was not read; `rlgen rewards test` checks its columns against the rewards"
     if not is_here(recipe.model.path):
         hint = like(str(folder / recipe.model.path)) if (folder / recipe.model.path).parent != folder else None
-        said.append(
-            f"model.path {recipe.model.path} is not a folder, so it must be a name of the hub, which was not asked"
-            + (f"; {hint}" if hint else "")
-        )
-    return said
+        what = f"model.path {recipe.model.path} is not a folder, so it must be a name of the hub, which was not asked"
+        yield f"{what}; {hint}" if hint else what
 
 
 def is_here(path: str) -> bool:
@@ -115,7 +112,6 @@ def of_data(data: "Data | None", shown: "list[Prompt]") -> dict[str, Any]:
 
 
 def print_data(data: "Data", shown: "list[Prompt]") -> None:
-    """Prints what was found in the data, and the first prompts as text and ids."""
     from rlgen.data import listed
 
     echo(f"data: {listed(data.prompts.counts)}; the longest prompt has {data.prompts.longest} tokens")

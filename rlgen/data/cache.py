@@ -3,6 +3,9 @@
 A file is named KIND-KEY-SHA256.arrow, with the digest of its own bytes. It is written under a temporary name and renamed, so that
 several runs may write the same one at the same time; it is used only if its bytes match the digest. The files are in the folder
 `rlgen` beside the files of `datasets` (HF_DATASETS_CACHE), which may be deleted while no run is active.
+
+Why not `datasets.map`: it recognises a function by its pickle, which code that the function imports does not change, and it reads
+cached files without checking their bytes.
 """
 
 import hashlib
@@ -11,10 +14,9 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import datasets
@@ -33,8 +35,7 @@ Write = Callable[[pyarrow.RecordBatch], None]
 Make = Callable[[Write], Mapping[str, Any]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Cached:
+class Cached(NamedTuple):
     """A table and facts gathered while it was made: Cached(table=..., facts={"counts": {"read": 1000000, ...}})"""
 
     table: pyarrow.Table  # mapped from a file, or in memory

@@ -1,9 +1,7 @@
-"""Conversion of chats to prompt texts: checks their messages and applies the chat template."""
+"""Checks the messages of prompts that are chats."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-from transformers import PreTrainedTokenizerBase
 
 from rlgen.errors import DataError
 from rlgen.recipe.data import DataRecipe
@@ -57,49 +55,3 @@ def check_parts(message: Mapping[str, Any], where: str) -> None:
                 f"{where}: a part of a message must be {{type: text, text: ...}}, or {{type: image}} with the image in the"
                 f" column that data.columns.images names: {str(part)[:80]}"
             )
-
-
-def render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, Any]],
-    data: DataRecipe,
-    where: str,
-    tools: Sequence[dict[str, Any]] = (),
-) -> str:
-    """Returns the text of a chat up to the start of the assistant's turn. Raises DataError if the template refuses it."""
-    if not tokenizer.chat_template:
-        raise DataError(
-            "data.chat: the tokenizer of model.path has no chat template; take an instruction-tuned model, or use texts as"
-            " prompts, with `chat: false` and no `system`"
-        )
-    try:
-        return str(templated(tokenizer, messages, data, tools, tokenize=False))
-    except Exception as error:  # a template is a program and may raise anything
-        raise DataError(f"{where}: the chat template refuses {str(messages)[:200]}: {error}") from error
-
-
-def check_chat_ids(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, Any]],
-    ids: Sequence[int],
-    data: DataRecipe,
-    tools: Sequence[dict[str, Any]] = (),
-) -> None:
-    """Raises DataError if the tokenizer gives the messages other ids than it gives the text of their template."""
-    if tuple(templated(tokenizer, messages, data, tools, tokenize=True)) != tuple(ids):
-        raise DataError(
-            f"data.chat: {type(tokenizer).__name__} tokenises a chat differently from its template's text, so the text"
-            " would not be what the model sees; take the fast tokenizer of the model"
-        )
-
-
-def templated(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, Any]],
-    data: DataRecipe,
-    tools: Sequence[dict[str, Any]],
-    tokenize: bool,
-) -> Any:
-    """Returns text or ids of a chat. The template shows `tools`, which are schemas, to the model."""
-    settings = {"tools": list(tools) or None, "add_generation_prompt": True, "return_dict": False, **data.template_args}
-    return tokenizer.apply_chat_template(messages, tokenize=tokenize, **settings)

@@ -39,9 +39,8 @@ class Encoded:
 def encoded(value: Any, rows: Rows, where: str) -> list[Encoded]:
     """Returns the images of a row, which `where` names in messages. Raises DataError if one cannot be read.
 
-    Args:
-        value: a path, relative to the file of the row; a data URI; bytes; {"bytes": ..., "path": ...}, as data sets of the hub
-            have it; a list of these; or None.
+    `value`: a path, relative to the file of the row; a data URI; bytes; {"bytes": ..., "path": ...}, as data sets of the hub have
+    it; a list of these; or None.
     """
     every = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
     return [one(image, rows, f"{where}: image {place}") for place, image in enumerate(every)]
@@ -117,12 +116,8 @@ def check_text(text: str, messages: Sequence[Mapping[str, Any]] | None, count: i
 def expanded(
     ids: Sequence[int], images: Sequence[tuple[str, Sequence[int]]], token_id: int, where: str
 ) -> tuple[list[int], list[Image]]:
-    """Returns ids with each placeholder replaced by the ids of its image, and the images' places, without their bytes.
-
-    Raises DataError if the ids have another number of placeholders.
-
-    Args:
-        images: SHA-256 and ids of each image, in their order.
+    """Returns ids with each placeholder replaced by the ids of its image, and the images' places, without their bytes. `images`:
+    SHA-256 and ids of each, in their order. Raises DataError if the ids have another number of placeholders.
     """
     made: list[int] = []
     placed: list[Image] = []

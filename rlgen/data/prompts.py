@@ -36,9 +36,8 @@ class PromptStream:
     table: pyarrow.Table  # of `tokens.PROMPTS`: the rows that are used
     rows: Rows
     data: DataRecipe  # how a row becomes a prompt
-    limit: PromptLimit
     longest: int  # tokens of the longest prompt
-    over_long: tuple[int, ...]  # fewest and most tokens of the prompts that are too long; empty if there is none
+    too_long: str  # about the prompts that are too long; "" if there is none
     chats: int  # prompts that went through the chat template
     counts: Mapping[str, int]  # rows that were read, that were left out (by reason) and that are used; duplicates among these
     digest: str  # of the ids of all prompts, which changes when tokenizer, template or data change
@@ -53,9 +52,8 @@ class PromptStream:
         places = [self.place(position) for position in range(start, start + count)]
         numbers, texts, ids = (self.table.column(name) for name in ("row", "text", "ids"))
         prompts = []
-        for position, (row, columns) in enumerate(
-            zip(places, self.rows.at([numbers[row].as_py() for row in places]), strict=True), start
-        ):
+        rows = self.rows.at([numbers[row].as_py() for row in places])
+        for position, (row, columns) in enumerate(zip(places, rows, strict=True), start):
             where = place(self.rows.source, row)
             messages, for_rewards = as_messages(columns[own.prompt], self.data, where), with_answer(columns, own.answer)
             images: tuple[Image, ...] = ()
@@ -126,17 +124,16 @@ def build_prompts(
     key = prompts_key(data, rows, tokenizer, limit, tools) if images is None else None
     writer = PromptWriter(data=data, rows=rows, tokenizer=tokenizer, limit=limit, tools=tools, images=images)
     made = cached("prompts", key, PROMPTS, writer.all)
-    counts, over_long = made.facts["counts"], tuple(made.facts["over_long"])
+    counts, lengths = made.facts["counts"], too_long(made.facts["over_long"], limit)
     refuse(data, rows, counts, made.facts["chats"], made.facts["usual"])
     if not counts["used"]:
-        raise DataError(f"data.source: {rows.source}: no row is left: {listed(counts)}" + too_long(over_long, limit))
+        raise DataError(f"data.source: {rows.source}: no row is left: {listed(counts)}{lengths}")
     return PromptStream(
         table=made.table,
         rows=rows,
         data=data,
-        limit=limit,
         longest=made.facts["longest"],
-        over_long=over_long,
+        too_long=lengths,
         chats=made.facts["chats"],
         counts=counts,
         digest=made.facts["prompt_ids"],
@@ -173,7 +170,7 @@ def warnings_of(data: DataRecipe, prompts: PromptStream, has_template: bool) -> 
     """Returns what may be wrong with prompts that can be used: rows that were left out, equal prompts, an unused template."""
     counts, said = prompts.counts, []
     if counts["over_long"]:
-        said.append(f"{counts['over_long']} of {counts['read']} rows are left out{too_long(prompts.over_long, prompts.limit)}")
+        said.append(f"{counts['over_long']} of {counts['read']} rows are left out{prompts.too_long}")
     for name, why in (("empty", "have no prompt"), ("no_answer", "have no answer"), ("odd_answer", "have an odd answer")):
         if counts[name]:
             said.append(f"{counts[name]} of {counts['read']} rows are left out: they {why}")

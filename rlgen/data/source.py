@@ -7,9 +7,9 @@ and the answer "NA" a missing value.
 """
 
 import csv
-import glob
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -25,7 +25,7 @@ from rlgen.data.cache import BATCH, Write, cache_key, cached
 from rlgen.data.tasks import Row, generate
 from rlgen.errors import DataError, SetupError
 from rlgen.recipe.data import TASKS, DataRecipe
-from rlgen.recipe.paths import like
+from rlgen.recipe.paths import like, matches
 from rlgen.recipe.rules import is_local_source
 
 # Metadata files written by `save_to_disk`, which hold no rows.
@@ -33,6 +33,7 @@ SIDECARS = {"dataset_info.json", "state.json"}
 TABLE_FORMATS = {".parquet": "parquet", ".arrow": "arrow"}
 READ_BYTES = 2**20
 CACHED_BYTES = 2**20  # rows of JSON and CSV files from this total size on are cached
+CELL = 2**27  # characters of a CSV cell, instead of 131072; so a quote that is never closed does not fill the memory
 TEXTS = pyarrow.schema([("row", pyarrow.large_string())])
 
 
@@ -52,7 +53,6 @@ class Rows:
     files: tuple[str, ...] = ()  # of a local source
 
     def at(self, indices: Sequence[int]) -> list[Mapping[str, Any]]:
-        """Returns the rows at `indices`, in that order."""
         rows = zip(*self.values(indices, self.columns), strict=True)
         return [dict(zip(self.columns, row, strict=True)) for row in rows]
 
@@ -114,8 +114,13 @@ def rows_of_json(path: Path) -> Iterator[Row]:
 
 def read_csv(path: Path) -> Iterator[Row]:
     """Reads the records of a CSV file whose first line has the column names; every value is text. Raises DataError."""
+    csv.field_size_limit(CELL)
     lines = csv.DictReader(text_lines(path), strict=True)
     try:
+        names = Counter(lines.fieldnames or ())
+        if twice := [name for name, count in names.items() if name and count > 1]:  # a row would have the last one's value
+            at = f"data.source: {path}:{lines.reader.line_num}"
+            raise DataError(f"{at}: the column `{twice[0]}` is there twice; rename one of them, or remove it")
         for row in lines:
             if None in row or None in row.values():
                 raise DataError(
@@ -124,13 +129,13 @@ def read_csv(path: Path) -> Iterator[Row]:
                 )
             yield row
     except csv.Error as error:
-        raise DataError(f"data.source: {path}:{lines.line_num}: not CSV: {error}") from error
+        raise DataError(f"data.source: {path}:{lines.reader.line_num}: not CSV: {error}") from error
 
 
 def text_lines(path: Path) -> Iterator[str]:
-    """Reads the lines of a UTF-8 file, with or without a byte order mark, one at a time. Raises DataError."""
+    """Reads the lines of a UTF-8 file, with or without a byte order mark, one at a time, with line ends. Raises DataError."""
     try:
-        with path.open(encoding="utf-8-sig") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             yield from file
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"data.source: {path} cannot be read as text in UTF-8: {error}") from error
@@ -144,15 +149,11 @@ def parse_row(line: str, path: Path, number: int) -> Row:
         raise DataError(f"data.source: {path}:{number}: the line is not JSON: {error}") from error
     if not isinstance(row, dict):
         hint = "; an array of rows is a file that ends in .json" if isinstance(row, list) else ""
-        raise DataError(f"data.source: {path}:{number}: the line is not an object of columns: {line[:60]}{hint}")
+        raise DataError(f"data.source: {path}:{number}: the line is not an object of columns: {line.strip()[:60]}{hint}")
     return row
 
 
-TEXT_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
-    ".jsonl": read_lines,
-    ".json": rows_of_json,
-    ".csv": read_csv,
-}
+TEXT_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {".jsonl": read_lines, ".json": rows_of_json, ".csv": read_csv}
 
 
 def load_rows(data: DataRecipe, seed: int) -> Rows:
@@ -214,13 +215,19 @@ def file_rows(data: DataRecipe) -> Rows:
         rows = text_rows(data, files, digest)
         columns = rows.columns
     elif len(suffixes) == 1 and suffixes <= TABLE_FORMATS.keys():
-        names = [str(file) for file in files]
+        names, kind = [str(file) for file in files], TABLE_FORMATS[suffixes.pop()]
+        # By default `datasets` reads as many rows at a time as a file's first row group has, and fails if it has none.
+        options = {"batch_size": BATCH} if kind == "parquet" else {}
         datasets.disable_progress_bars()
         try:
-            table = datasets.load_dataset(TABLE_FORMATS[suffixes.pop()], data_files=names, split="train")
+            table = datasets.load_dataset(kind, data_files=names, split="train", **options)
         # pyarrow raises many types for a damaged file; all of them mean that the file is at fault.
         except Exception as error:
-            raise DataError(f"data.source: {', '.join(names)} cannot be read: {error.__cause__ or error}") from error
+            said = str(error.__cause__ or error)
+            if "corresponds to no data" in said:
+                raise DataError(f"data.source: {data.source} holds no row") from error
+            hint = " Write it without columns of this type, or as JSON Lines." if "dtype equivalent" in said else ""
+            raise DataError(f"data.source: {', '.join(names)} cannot be read: {said}{hint}") from error
         columns, rows, digest = tuple(table.column_names), head(table, data.limit), files_digest(files)
     else:
         known = " ".join((*TEXT_READERS, *TABLE_FORMATS))
@@ -258,11 +265,7 @@ def write_texts(source: str, files: Sequence[Path], digest: str, write: Write) -
 
 
 def files_digest(files: Sequence[Path]) -> str:
-    """Returns the SHA-256 of the files' contents, without blank lines at their end, which hold no row.
-
-    Raises:
-        DataError: a file cannot be read.
-    """
+    """Returns the SHA-256 of files without blank lines at the end, which hold no row. Raises DataError if one is unreadable."""
     digest = hashlib.sha256()
     for path in files:
         try:
@@ -285,11 +288,10 @@ def find_files(source: str) -> list[Path]:
     path = Path(source).expanduser()
     if path.is_dir():
         known = (*TEXT_READERS, *TABLE_FORMATS)
-        files = [f for f in path.iterdir() if f.suffix.lower() in known and f.name not in SIDECARS]
-    elif path.is_file():
-        files = [path]
+        shown = (file for file in path.iterdir() if not file.name.startswith("."))  # as globs do
+        files = [file for file in shown if file.suffix.lower() in known and file.name not in SIDECARS]
     else:
-        files = [Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file()]
+        files = [Path(name) for name in matches(str(path)) if Path(name).is_file()]
     if not files:
         hint = like(source)
         raise DataError(f"data.source: {source}: there is no such file, and no file matches it" + (f"; {hint}" if hint else ""))

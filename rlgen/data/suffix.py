@@ -115,9 +115,8 @@ class Suffixes:
         front = self.ends[stop_id]
         pieces = [front + ("" if between.own or front == between.end else between.end) + between.pieces[0], *between.pieces[1:]]
         found = self.encode(woven(pieces, shown))
-        if self.special_of(found) != self._expected(
-            woven(pieces, holes_of(answers))
-        ):  # an answer has the text of a special token in it
+        # An answer may have the text of a special token in it.
+        if self.special_of(found) != self._expected(woven(pieces, holes_of(answers))):
             parts = zip(pieces, [*map(self.as_plain, shown), []], strict=True)
             found = [one for piece, answer in parts for one in (*self.encode(piece), *answer)]
         if found[0] != stop_id:  # the tokenizer does not recognize it before a text
@@ -132,10 +131,8 @@ class Suffixes:
         return self.encode(text[len(before) : at if at > len(before) else len(text)])
 
     def cut(self, answer: str, tokens: int, left_out: int = 0) -> str:
-        """Returns an answer of at most about `tokens` tokens. One that is cut says so at its end.
-
-        Args:
-            left_out: characters that are missing from it already.
+        """Returns an answer of at most about `tokens` tokens. One that is cut says so at its end. `left_out`: characters that are
+        missing from it already.
         """
         if not left_out and len(answer.encode()) <= tokens:  # no token is shorter than a byte
             return answer
@@ -148,7 +145,6 @@ class Suffixes:
         return answer[:end] + mark.format(len(answer) - end + left_out)
 
     def encode(self, text: str) -> list[int]:
-        """Tokenises what the template has rendered."""
         return self.core.encode(text, add_special_tokens=False).ids
 
     def as_plain(self, text: str) -> list[int]:

@@ -59,10 +59,7 @@ TWO_STEPS = (
 
 def generate(name: str, options: Any, seed: int) -> list[Row]:
     """Returns the rows of task `name`, with text columns `prompt` and `answer`; countdown adds `numbers` and `target`, colours
-    adds `images`. Raises as `gym`.
-
-    Args:
-        options: the task's option model, from the recipe.
+    adds `images`. `options`: the task's option model, from the recipe. Raises as `gym`.
     """
     if isinstance(options, GymOptions):
         return gym(options, seed)
@@ -104,19 +101,19 @@ def arithmetic(rng: Random, options: ArithmeticOptions) -> Row:
 
 def reverse(rng: Random, options: ReverseOptions) -> Row:
     """Returns a row such as {"prompt": "reverse: abcd", "answer": "dcba"}."""
-    text = word(rng, options.min_length, options.max_length, options.alphabet)
+    text = word(rng, options)
     return {"prompt": f"reverse: {text}", "answer": text[::-1]}
 
 
 def sort(rng: Random, options: SortOptions) -> Row:
     """Returns a row such as {"prompt": "sort: 5291", "answer": "1259"}; characters are sorted by code point."""
-    text = word(rng, options.min_length, options.max_length, options.alphabet)
+    text = word(rng, options)
     return {"prompt": f"sort: {text}", "answer": "".join(sorted(text))}
 
 
-def word(rng: Random, min_length: int, max_length: int, alphabet: str) -> str:
+def word(rng: Random, options: ReverseOptions | SortOptions) -> str:
     """Returns a random word. Each length is equally likely, although there are fewer short words."""
-    return "".join(rng.choices(alphabet, k=rng.randint(min_length, max_length)))
+    return "".join(rng.choices(options.alphabet, k=rng.randint(options.min_length, options.max_length)))
 
 
 def countdown(rng: Random, options: CountdownOptions) -> Row:
@@ -135,10 +132,7 @@ def countdown(rng: Random, options: CountdownOptions) -> Row:
 
 
 def expression(rng: Random, numbers: list[int]) -> tuple[int, str]:
-    """Returns the value and text of a random expression, (44, "(25-3)*2").
-
-    Joins two random parts until one is left; no part is negative.
-    """
+    """Returns the value and text of an expression, (44, "(25-3)*2"): random parts are joined by twos, and none is negative."""
     parts = [(number, str(number)) for number in numbers]
     while len(parts) > 1:
         (a, a_text), (b, b_text) = (parts.pop(rng.randrange(len(parts))) for _ in range(2))

@@ -18,7 +18,7 @@ import pyarrow
 from transformers import PreTrainedTokenizerBase
 
 from rlgen.data.cache import BATCH, Write, cache_key
-from rlgen.data.chats import as_messages, check_chat_ids, render
+from rlgen.data.chats import as_messages
 from rlgen.data.images import Encoded, Placeholder, check_text, encoded, expanded, with_parts
 from rlgen.data.source import Rows
 from rlgen.errors import DataError
@@ -123,10 +123,8 @@ class PromptWriter:
         }
 
     def templated(self, indices: range, pictures: Sequence[Any], values: Sequence[Sequence[Any]]) -> Iterator[Templated]:
-        """Yields the rows of a batch that have a prompt and an answer, as texts; counts the others.
-
-        Args:
-            values: of the prompt column, and of the answer column if there is one.
+        """Yields the rows of a batch that have a prompt and an answer, as texts; counts the others. `values`: of the prompt
+        column, and of the answer column if there is one.
         """
         for row, pictured, prompt, *answer in zip(indices, pictures, *values, strict=True):
             if prompt is None or prompt == [] or (isinstance(prompt, str) and not prompt.strip()):
@@ -142,7 +140,7 @@ class PromptWriter:
                 read = enumerate(encoded(pictured, self.rows, where))
                 seen = tuple(seen_as(image, self.images, f"{where}: image {at}") for at, image in read)
                 messages = with_parts(messages, len(seen), where)
-            text = prompt if messages is None else render(self.tokenizer, messages, self.data, where, self.tools)
+            text = prompt if messages is None else self.render(messages, where)
             if self.images is not None:
                 check_text(text, messages, len(seen), self.images.token, where)
             try:
@@ -152,14 +150,39 @@ class PromptWriter:
                 raise DataError(f"{where}: the prompt holds {half}; correct the data") from error
             yield Templated(row, text, messages, seen)
 
+    def render(self, messages: list[dict[str, Any]], where: str) -> str:
+        """Returns the text of a chat up to the start of the assistant's turn. Raises DataError if the template refuses it."""
+        if not self.tokenizer.chat_template:
+            raise DataError(
+                "data.chat: the tokenizer of model.path has no chat template; take an instruction-tuned model, or use texts as"
+                " prompts, with `chat: false` and no `system`"
+            )
+        try:
+            return str(self.chat(messages, tokenize=False))
+        except Exception as error:  # a template is a program and may raise anything
+            raise DataError(f"{where}: the chat template refuses {str(messages)[:200]}: {error}") from error
+
+    def check_chat_ids(self, messages: list[dict[str, Any]], ids: Sequence[int]) -> None:
+        """Raises DataError if the tokenizer gives the messages other ids than it gives the text of their template."""
+        if tuple(self.chat(messages, tokenize=True)) != tuple(ids):
+            raise DataError(
+                f"data.chat: {type(self.tokenizer).__name__} tokenises a chat differently from its template's text, so the text"
+                " would not be what the model sees; take the fast tokenizer of the model"
+            )
+
+    def chat(self, messages: list[dict[str, Any]], tokenize: bool) -> Any:
+        """Returns text or ids of a chat. The template shows `tools` to the model."""
+        settings: dict[str, Any] = {"tools": list(self.tools) or None, "add_generation_prompt": True, "return_dict": False}
+        return self.tokenizer.apply_chat_template(messages, tokenize=tokenize, **(settings | self.data.template_args))
+
     def batch(self, templated: Sequence[Templated]) -> pyarrow.RecordBatch:
-        """Tokenises the texts of a batch, checks the first chats with `compare`, and returns the prompts that fit."""
+        """Tokenises the texts of a batch, checks the first chats with `check_chat_ids`, and returns the prompts that fit."""
         kept: list[tuple[Templated, list[int], list[Image]]] = []
         for entry, ids in zip(templated, tokenize(self.tokenizer, templated), strict=True):
             if entry.messages is not None:
                 self.chats += 1
                 if self.chats <= CHATS_COMPARED:
-                    check_chat_ids(self.tokenizer, entry.messages, ids, self.data, self.tools)
+                    self.check_chat_ids(entry.messages, ids)
             where = place(self.rows.source, entry.row)
             images: list[Image] = []
             if self.images is not None:

@@ -10,7 +10,7 @@ import msgspec
 import numpy
 
 from rlgen.errors import ServerLost
-from rlgen.types import Completion, LogProbs, Span, logp_of
+from rlgen.types import Completion, Experts, LogProbs, Span, experts_from_bytes, logp_of, no_experts
 
 ROUTE = "/rlgen/sample"  # rlgen's route, see `rlgen.engines.gate`
 JSON_ROUTE = "/inference/v1/generate"  # vLLM's route
@@ -34,6 +34,8 @@ class ServerAnswer(msgspec.Struct, frozen=True):
     logp: bytes  # float32, little-endian
     cached_tokens: int
     weight_versions: Sequence[Labelled]
+    experts: bytes = b""  # uint8 or uint16
+    experts_shape: tuple[int, int, int] = (0, 0, 0)
 
     @classmethod
     def of(
@@ -44,9 +46,12 @@ class ServerAnswer(msgspec.Struct, frozen=True):
         finish_reason: str | None,
         spans: Sequence[Labelled],
         cached_tokens: int,
+        experts: Experts | None = None,
     ) -> "ServerAnswer":
         ids, sampled, numbers = numpy.array(prompt_ids, "<i4"), numpy.array(token_ids, "<i4"), numpy.array(logp, "<f4")
-        return cls(finish_reason, ids.tobytes(), sampled.tobytes(), numbers.tobytes(), cached_tokens, spans)
+        arrays = ids.tobytes(), sampled.tobytes(), numbers.tobytes()
+        experts = no_experts() if experts is None else experts
+        return cls(finish_reason, *arrays, cached_tokens, spans, experts.tobytes(), experts.shape)
 
     def packed(self) -> bytes:
         """Returns the bytes of the response. Raises ValueError if the numbers of ids and log-probs differ."""
@@ -115,6 +120,7 @@ def read_answer(raw: bytes, arrays: bool, url: str, version_of: Callable[[str], 
             spans=tuple(Span(span.start, span.end, version_of(span.version)) for span in answer.weight_versions),
             prompt_ids=numpy.frombuffer(answer.prompt_ids, "<i4").astype(numpy.int32),
             cached_tokens=answer.cached_tokens,
+            experts=experts_from_bytes(answer.experts, answer.experts_shape),
         )
     except (msgspec.MsgspecError, ValueError, OverflowError, IndexError) as error:
         raise ServerLost(url, f"sent a response that is not a completion ({error})") from error

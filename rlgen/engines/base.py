@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from rlgen.errors import EngineError
 from rlgen.types import Completion, Ids, Image, LogProbs, Request, Sampling
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class EngineInfo:
     cache_block: int | None  # tokens of a prefix-cache block, the smallest unit of reuse; None: no prefix cache
     runner: str | None = None  # which of vLLM's two model runners it has, `V1` or `V2`; None: not vLLM
     quantization: str | None = None  # vLLM's name for the quantisation of its weights, such as `fp8`; None: not quantised
+    experts: bool = False  # whether its completions have the experts of their tokens
     wider: tuple[str, ...] = ()  # the engine's own names of parameters that it holds in a wider dtype than `settings.dtype`
 
 
@@ -204,7 +206,16 @@ class EngineCapabilities:
     whole_step: bool = False  # a completion's last bits depend on its batch: to repeat one, repeat all requests of the step
     elsewhere: bool = False  # sampling uses no cores of this process: rewards may run at the same time
     in_flight: bool = False  # a `sync` may change the weights while requests are sampled in the background
+    keeps_cache: bool = False  # such requests go on with the KV cache of the earlier weights, see `Samples.spans_by`
+    experts: bool = False  # completions have the experts of their tokens
     merges: bool = False  # `sync` takes the factors of an adapter alone, see `rlgen.models.factors`, and merges them itself
+
+
+def require_experts(completion: Completion) -> None:
+    """Raises EngineError if the experts of a token are missing that the engine has computed: of all but the last one."""
+    computed = len(completion.prompt_ids) + len(completion.token_ids) - 1
+    if len(completion.experts) != computed:
+        raise EngineError(f"vLLM returned the experts of {len(completion.experts)} of the {computed} tokens that it computed")
 
 
 class Engine(Protocol):
@@ -216,16 +227,13 @@ class Engine(Protocol):
     @property
     def weight_version(self) -> int:
         """Returns 0 for the weights that the model was opened with, -1 for a server's before the first sync."""
-        ...
 
     @property
     def abilities(self) -> EngineCapabilities:
         """Does not change while the engine is open."""
-        ...
 
     def facts(self) -> EngineInfo:
         """Returns the description, read from the engine itself and not from the settings it was given."""
-        ...
 
     def generate(
         self,
@@ -250,7 +258,6 @@ class Engine(Protocol):
         Raises:
             EngineError: the engine failed, or returned a completion of another prompt than the requested one.
         """
-        ...
 
     def prefill_logp(self, rows: Sequence[tuple[Ids, Ids]], images: Sequence[tuple[Image, ...]] = ()) -> list[LogProbs]:
         """Computes log-probs [L] at temperature 1 of given completions, in one forward pass instead of decoding.
@@ -258,21 +265,17 @@ class Engine(Protocol):
         `rows` are prompt ids and completion ids, together shorter than `EngineInfo.max_model_len`; `images` those of each prompt,
         () if no prompt has any. Raises EngineError if the engine failed.
         """
-        ...
 
     def sync(self, weights: Weights, version: int, hashed: bool = False) -> SyncReport:
-        """Loads *all* weights, under the names of the checkpoint, and empties the prefix cache.
+        """Loads *all* weights, under the names of the checkpoint, and empties the prefix cache, unless `keeps_cache`.
 
         Where `EngineCapabilities.merges` holds, `weights` may be the factors of an adapter alone: the others are then those of
         the files that the engine was opened with. With `hashed` the receipt holds a hash of every tensor, which costs a pass over
         all bytes. Raises EngineError if the weights were not loaded.
         """
-        ...
 
     def sleep(self) -> None:
         """Frees memory until the next `sync`, which wakes the engine. Does nothing in engines that cannot sleep."""
-        ...
 
     def close(self) -> None:
         """Frees all resources."""
-        ...

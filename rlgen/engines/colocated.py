@@ -2,14 +2,23 @@
 
 import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 
 from rlgen.engines import vllm_compat, vllm_weights
-from rlgen.engines.base import EngineCapabilities, EngineInfo, Finished, FollowUpQueue, SyncRecorder, SyncReport, Weights
+from rlgen.engines.base import (
+    EngineCapabilities,
+    EngineInfo,
+    Finished,
+    FollowUpQueue,
+    SyncRecorder,
+    SyncReport,
+    Weights,
+    require_experts,
+)
 from rlgen.engines.plan import EnginePlan
 from rlgen.errors import EngineError, RlgenError, SetupError
 from rlgen.heap import collecting_once
@@ -45,10 +54,9 @@ class ColocatedEngine:
             self._llm = vllm_compat.open_llm(self._vllm, arguments)
 
     def facts(self) -> EngineInfo:
-        engine, model = self._llm.llm_engine, vllm_weights.model_in(self._llm)
+        config, model = self._llm.llm_engine.vllm_config, vllm_weights.model_in(self._llm)
         (runner,) = self._llm.collective_rpc(vllm_compat.runner_of)
-        caches = engine.vllm_config.cache_config
-        return vllm_compat.facts(self._vllm, self._plan.digest(), engine.model_config, caches, model, runner)
+        return vllm_compat.facts(self._vllm, self._plan.digest(), config, model, runner)
 
     def _kept_as_is(self) -> AbstractContextManager[None]:
         """Returns the context in which vLLM runs."""
@@ -69,21 +77,16 @@ class ColocatedEngine:
         with self._kept_as_is():
             tell = (lambda place, output: finished(place, self._completion(output))) if finished else None
             join = (lambda wait: given(further.wait() if wait else further.take())) if further else None
-            outputs = self._run(*given(requests), tell, join)
+            listening = vllm_compat.each_as_it_finishes(self._llm, tell, join) if tell else nullcontext()
+            outputs = self._run(*given(requests), listening)
         return [self._completion(output) for output in outputs]
 
-    def _run(
-        self,
-        prompts: list[dict[str, Any]],
-        params: list[Any],
-        finished: Callable[[int, Any], None] | None = None,
-        further: vllm_compat.More | None = None,
-    ) -> list[Any]:
-        """Runs vLLM's `generate`. Raises EngineError if the engine sleeps or vLLM fails."""
+    def _run(self, prompts: list[dict[str, Any]], params: list[Any], listening: AbstractContextManager[None]) -> list[Any]:
+        """Runs vLLM's `generate` in the context `listening`. Raises EngineError if the engine sleeps or vLLM fails."""
         if self._asleep:  # vLLM would queue the requests and wait without a timeout
             raise EngineError("the engine sleeps and has no weights: only a weight sync wakes it")
         try:
-            with vllm_compat.each_as_it_finishes(self._llm, finished, further) if finished else nullcontext():
+            with listening:
                 outputs: list[Any] = self._llm.generate(prompts, params, use_tqdm=False)
         except RlgenError:
             raise
@@ -98,18 +101,18 @@ class ColocatedEngine:
         answer = output.outputs[0]
         if answer.finish_reason not in ("stop", "length"):
             raise EngineError(f"vLLM ended a completion with finish_reason {answer.finish_reason!r}, not stop or length")
-        experts, computed = no_experts(), len(output.prompt_token_ids) + len(answer.token_ids) - 1
-        if self._plan.experts and len(experts := answer.routed_experts) != computed:
-            raise EngineError(f"vLLM returned the experts of {len(experts)} of the {computed} tokens that it computed")
-        return Completion(
+        completion = Completion(
             token_ids=ids_of(answer.token_ids),
             logp=logp_of(answer.logprobs.logprobs),
             finish_reason=answer.finish_reason,
             spans=one_span(len(answer.token_ids), self.weight_version),
             prompt_ids=ids_of(output.prompt_token_ids),
             cached_tokens=output.num_cached_tokens or 0,
-            experts=experts,
+            experts=answer.routed_experts if self._plan.experts else no_experts(),
         )
+        if self._plan.experts:
+            require_experts(completion)
+        return completion
 
     def prefill_logp(self, rows: Sequence[tuple[Ids, Ids]], images: Sequence[tuple[Image, ...]] = ()) -> list[LogProbs]:
         with self._kept_as_is():
@@ -119,7 +122,7 @@ class ColocatedEngine:
             params = self._vllm.SamplingParams(
                 temperature=1.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False
             )
-            outputs = self._run(prompts, [params] * len(rows))
+            outputs = self._run(prompts, [params] * len(rows), nullcontext())
             # The first id of a prompt has no log-prob, so the flat list is one shorter than the prompt.
             return [
                 logp_of(output.prompt_logprobs.logprobs[len(prompt_ids) - 1 :])

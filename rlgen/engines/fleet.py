@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlgen.engines.base import EngineInfo, SyncReport, Weights
+from rlgen.engines.base import EngineCapabilities, EngineInfo, SyncReport, Weights
 from rlgen.engines.http import Server, WeightsKept
 from rlgen.engines.launch import ServerProcess
 from rlgen.engines.nccl import Broadcast
@@ -66,8 +66,7 @@ class ServerPool:
     Args:
         processes: of the servers that this run started, by URL; others cannot be restarted from here.
         shape: of the model that is trained, see `model_shape`.
-        in_flight: whether a sync pauses running requests instead of waiting for them.
-        merges: whether an adapter is sent alone, and each server merges it.
+        abilities: of the engine. With `in_flight` a sync pauses running requests instead of waiting for them.
         restarts: how often servers may be restarted or sent their weights again, all servers together.
         carrier: sends weights to the servers. A broadcast keeps no copy of them: with none left, no server can be recovered.
         say: receives a line for each server that is lost, recovered or adopted.
@@ -83,8 +82,7 @@ class ServerPool:
         servers: Sequence[Server],
         processes: Mapping[str, ServerProcess],
         shape: Mapping[str, Any],
-        in_flight: bool,
-        merges: bool = False,
+        abilities: EngineCapabilities,
         restarts: int,
         carrier: FileTransfer | Broadcast,
         say: Callable[[str], None],
@@ -92,7 +90,7 @@ class ServerPool:
         patience: float = 0.0,
     ) -> None:
         self.servers, self._processes = tuple(servers), processes  # `servers`: those that are present
-        self.in_flight, self.merges = in_flight, merges
+        self.abilities = abilities
         self._shape, self._restarts, self._carrier, self._say = shape, restarts, carrier, say
         self._found, self._patience = found, patience
         self.held = SentWeights(run=secrets.token_hex(4), version=STALE, syncs=0)
@@ -101,13 +99,17 @@ class ServerPool:
         self._changing = threading.RLock()  # of `servers`, `_absent` and `_brought_back`: held for an instant
         self._brought_back: Counter[str] = Counter()
         self._stopped = threading.Event()
-        first, *others = facts = [self._examined(server, shape) for server in self.servers]
-        for server, other in zip(self.servers[1:], others, strict=True):
-            self._same(server, other, first)
+        first, *_ = facts = [self._examined(server, shape) for server in self.servers]
+        for server, its_facts in zip(self.servers, facts, strict=True):
+            self._same(server, its_facts, first)
         # Servers that were started with different plans count as one engine, whose plan is all of theirs.
         self.facts = replace(first, plan=" ".join(sorted({one.plan for one in facts})))
 
     def _same(self, server: Server, facts: EngineInfo, first: EngineInfo) -> None:
+        if self.abilities.experts and not facts.experts:
+            raise EngineError(
+                f"{server.url} does not return the experts of a token; start it by `rlgen serve`, with model.route_replay: true"
+            )
         if any(getattr(facts, name) != getattr(first, name) for name in ("settings", "stop_ids", "quantization")):
             raise EngineError(
                 f"{server.url} and {self.servers[0].url} have different settings, {facts} and {first}; start both with the"
@@ -148,10 +150,8 @@ class ServerPool:
                 with self._replacing(self.servers, version):
                     receipts = self._carrier.send(weights, version, hashed)
             self.held = replace(self.held, version=version, syncs=self.held.syncs + 1)
-        for receipt in receipts[1:]:
-            if receipt.received != receipts[0].received or receipt.not_loaded:
-                return receipt  # the sender compares it with what it sent
-        return receipts[0]
+        first, *others = receipts
+        return next((other for other in others if other.received != first.received or other.not_loaded), first)
 
     def _adopt(self) -> None:
         """Makes servers present that are back or new, and forgets those that are gone from where servers are found."""
@@ -218,16 +218,23 @@ class ServerPool:
 
     @contextmanager
     def _replacing(self, servers: Sequence[Server], version: int) -> Iterator[None]:
-        """Pauses servers while they load in the block. Then empties their prefix caches and gives them the new label."""
-        paused = servers if self.in_flight else ()
+        """Pauses servers while they load in the block. Then empties their caches, unless kept, and gives them the new label.
+
+        What other weights than this run's computed is never kept: a server that was restarted or taken over is sent the same
+        version again, and so gets requests with the same `cache_salt`.
+        """
+        keeps = self.abilities.keeps_cache
+        kept = [server for server in servers if keeps and server.label().startswith(f"{self.held.run}.")]
+        paused = servers if self.abilities.in_flight else ()
         try:
             for server in paused:
-                server.pause()
+                server.pause(server in kept)
             for server in servers:
                 server.set_label(LOADING)  # label of no run: completions sampled during the load are refused
             yield
             for server in servers:
-                server.reset_cache()
+                if server not in kept:
+                    server.reset_cache()
                 server.set_label(f"{self.held.run}.{version}")
         finally:
             # After a failed broadcast the servers do not respond; a second error would hide the first.

@@ -112,7 +112,8 @@ async def answered(engine: Any, body: bytes) -> tuple[int, bytes]:
         answer = output.outputs[0]
         spans = [Labelled(span.version, span.start, span.end) for span in answer.weight_versions or ()]
         ids, logp, cached = answer.token_ids, answer.logprobs.logprobs, output.num_cached_tokens or 0
-        return 200, ServerAnswer.of(output.prompt_token_ids, ids, logp, answer.finish_reason, spans, cached).packed()
+        told = ServerAnswer.of(output.prompt_token_ids, ids, logp, answer.finish_reason, spans, cached, answer.routed_experts)
+        return 200, told.packed()
     except Exception as error:  # of any class; vLLM itself ends a server whose engine is dead
         refused = isinstance(error, msgspec.MsgspecError) or vllm_compat.is_refusal(error)
         if not refused:

@@ -51,9 +51,8 @@ def run_guarded(owner: int, lock: int, folder: str, command: list[str]) -> int:
         shared |= shared_memory(child.pid)
         if child.poll() is None:
             child.terminate()
-            end = time.monotonic() + GRACE
-            while child.poll() is None and time.monotonic() < end:
-                time.sleep(POLL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(GRACE)
     finally:
         # Kills the command's children too: an engine keeps running after its server crashed.
         shared |= shared_memory(child.pid)

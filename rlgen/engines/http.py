@@ -1,6 +1,8 @@
 """Calls one vLLM server over HTTP, always with a timeout.
 
 A call raises ServerLost if the server is gone, hangs, or fails with a status of 500 or more, and EngineError if it refuses.
+
+Why not `HTTPVLLMWeightSyncClient` of vLLM: it has five of these calls, from version 0.29, and none is async.
 """
 
 import asyncio
@@ -24,10 +26,7 @@ MOST_FILES = 1 << 16
 DEV_MODE = "VLLM_SERVER_DEV_MODE=1 in its environment"
 FLAGS = {
     JSON_ROUTE: "--enable-scale-out",
-    "/collective_rpc": DEV_MODE,
-    "/reset_prefix_cache": DEV_MODE,
-    "/pause": DEV_MODE,
-    "/resume": DEV_MODE,
+    **dict.fromkeys(("/collective_rpc", "/reset_prefix_cache", "/pause", "/resume"), DEV_MODE),
     "/update_weight_version": f"{DEV_MODE} and vLLM 0.32 or newer",
 }
 BUSY = (429, 500, 502, 503)  # statuses of a server, or of a proxy in front of it, that may pass within seconds
@@ -70,7 +69,6 @@ class Server:
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_SECONDS),
             headers={"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"},
             cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
             trust_env=False,
         )
 
@@ -174,9 +172,9 @@ class Server:
         if not self.call("POST", "/reset_prefix_cache?reset_running_requests=true", timeout=self.timeout)["success"]:
             raise EngineError(f"{self.url} did not empty its prefix cache after a weight sync")
 
-    def pause(self) -> None:
-        """Running requests stop where they are until `resume`."""
-        self.call("POST", "/pause?mode=keep", timeout=self.timeout)
+    def pause(self, keeps_cache: bool = False) -> None:
+        """Running requests stop where they are until `resume`; without `keeps_cache` vLLM then computes their tokens again."""
+        self.call("POST", f"/pause?mode=keep&clear_cache={not keeps_cache}", timeout=self.timeout)
 
     def resume(self) -> None:
         self.call("POST", "/resume", timeout=self.timeout)

@@ -187,6 +187,8 @@ class ServerProcess:
         said = reason(self.log.read_text(encoding="utf-8", errors="replace"))
         if NO_MEMORY.search(said):
             said += f"; what helps most: {' or '.join(vllm_compat.what_helps(vllm_compat.arguments(self.plan.engine)))}"
+        if code not in (None, 128 + signal.SIGKILL) and self.plan.engine.experts and self.plan.engine.on_gpu:
+            said += "; if vLLM refuses to return experts, set model.route_replay to false"
         return f"{how}: {said} (log: {self.log})"
 
     def stop(self) -> None:
@@ -275,8 +277,7 @@ def claim(host: str, port: int) -> int:
             raise EngineError(
                 f"no server can listen on {host} port {port}: {error}; take another port: engine.port, or `rlgen serve --port N`"
             ) from error
-        found: int = probe.getsockname()[1]
-    return found
+        return int(probe.getsockname()[1])
 
 
 def is_left_behind(port: int) -> bool:

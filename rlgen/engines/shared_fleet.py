@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rlgen.engines.base import EngineInfo, SyncReport, Weights
+from rlgen.engines.base import EngineCapabilities, EngineInfo, SyncReport, Weights
 from rlgen.engines.fleet import SentWeights, ServerPool
 from rlgen.engines.http import Server
 from rlgen.errors import EngineError, RlgenError, ServerLost
@@ -43,11 +43,11 @@ class SharedServerPool:
         self._failure: RlgenError | None = None  # of the first failed recovery, in the main process
         self._failing = threading.Lock()
 
-        def start() -> tuple[tuple[Server, ...], EngineInfo, SentWeights, bool, bool]:
+        def start() -> tuple[tuple[Server, ...], EngineInfo, SentWeights, EngineCapabilities]:
             pool = self._pool = open_pool()
-            return pool.servers, pool.facts, pool.held, pool.in_flight, pool.merges
+            return pool.servers, pool.facts, pool.held, pool.abilities
 
-        servers, self.facts, self.held, self.in_flight, self.merges = processes.on_main(start, keepalive=True)
+        servers, self.facts, self.held, self.abilities = processes.on_main(start, keepalive=True)
         self._store = dist.PrefixStore(f"servers/{self.held.run}", processes.store)
         self._use(servers)
         try:
@@ -86,15 +86,13 @@ class SharedServerPool:
         self._store.set(key, json.dumps(value))
 
     def _read(self, key: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self._store.get(key))
-        return found
+        return dict(json.loads(self._store.get(key)))
 
     @property
     def brought_back(self) -> Mapping[str, int]:
         if self._pool is not None:
             return self._pool.brought_back
-        found: Mapping[str, int] = self._read("state")["brought_back"]
-        return found
+        return dict(self._read("state")["brought_back"])
 
     def lose(self, lost: ServerLost, before: Mapping[str, int]) -> None:
         """Leaves a server out as `ServerPool.lose`, in this process at once."""
@@ -167,9 +165,8 @@ class SharedServerPool:
         """Sends all weights from the main process and returns its receipt in every process. Called by all at the same time."""
         pool = self._pool
 
-        def send() -> tuple[SyncReport, SentWeights, Sequence[Server]] | None:
-            if pool is None:
-                return None
+        def send() -> tuple[SyncReport, SentWeights, Sequence[Server]]:
+            assert pool is not None  # this is the main process
             try:
                 return pool.sync(weights, version, hashed), pool.held, pool.servers
             finally:
@@ -181,9 +178,7 @@ class SharedServerPool:
         if pool is None:
             for _ in weights:
                 pass
-        sent = self._processes.on_main(send, keepalive=True)
-        assert sent is not None  # the main process has a pool
-        receipt, self.held, servers = sent
+        receipt, self.held, servers = self._processes.on_main(send, keepalive=True)
         self._use(servers)
         return receipt
 

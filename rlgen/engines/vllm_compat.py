@@ -136,9 +136,7 @@ def process_kept_as_is(more: Mapping[str, str] | None = None) -> Iterator[None]:
         # Restores only changed variables: other threads read the environment, which C moves in memory when it grows.
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
-        for name, value in environment.items():
-            if os.environ.get(name) != value:
-                os.environ[name] = value
+        os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
         torch.set_num_threads = set_num_threads
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
@@ -385,8 +383,10 @@ def is_refusal(error: Exception) -> bool:
     return isinstance(error, ValueError | TypeError | ours)
 
 
-def facts(vllm: Any, plan: str, model_config: Any, cache_config: Any, model: nn.Module, runner: str) -> EngineInfo:
+def facts(vllm: Any, plan: str, config: Any, model: nn.Module, runner: str) -> EngineInfo:
     """Returns the description of a running engine, read from its own configuration, except its plan's digest and `runner_of`."""
+    model_config, cache_config = config.model_config, config.cache_config
+    on_gpu = getattr(getattr(config, "aux_output_config", None), "enable_return_routed_experts", False)
     ends = model_config.try_get_generation_config().get("eos_token_id") or model_config.hf_config.eos_token_id
     return EngineInfo(
         engine=f"vllm {vllm.__version__}",
@@ -404,6 +404,7 @@ def facts(vllm: Any, plan: str, model_config: Any, cache_config: Any, model: nn.
         cache_block=cache_config.block_size if cache_config.enable_prefix_caching else None,
         runner=runner,
         quantization=model_config.quantization,
+        experts=bool(on_gpu or (config.additional_config or {}).get(EXPERTS)),
         wider=wider_parameters(model, model_config.dtype),
     )
 

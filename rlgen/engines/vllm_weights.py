@@ -131,16 +131,15 @@ def forget_expert_kernels(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def repack_heads(model: nn.Module) -> int:
-    """Packs the heads' weights again for the CPU kernels, and returns the number of heads.
+def repack_heads(model: nn.Module) -> None:
+    """Packs the heads' weights again for the CPU kernels.
 
     On the CPU a head keeps its weight *and* a packed copy. A reload of a model whose head is tied to its embedding refreshes only
     the embedding: log-probs are then wrong by nats, without any error. The call is harmless where it is not needed.
     """
-    heads = [module for module in model.modules() if type(module).__name__ == "ParallelLMHead"]
-    for head in heads:
-        head.quant_method.process_weights_after_loading(head)  # type: ignore[union-attr,operator]
-    return len(heads)
+    for module in model.modules():
+        if type(module).__name__ == "ParallelLMHead":
+            module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr,operator]
 
 
 class NcclEndpoint:

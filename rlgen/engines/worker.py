@@ -45,8 +45,7 @@ class Worker:
             return {"error": str(error)}
         # A server that rlgen did not start has no plan, so vLLM's own hash of its settings is used.
         plan = os.environ.get(PLAN_VARIABLE) or f"vllm:{config.compute_hash()}"
-        runner = vllm_compat.runner_of(self)
-        facts = vllm_compat.facts(vllm, plan, config.model_config, config.cache_config, self.model_runner.get_model(), runner)
+        facts = vllm_compat.facts(vllm, plan, config, self.model_runner.get_model(), vllm_compat.runner_of(self))
         shape = model_shape(config.model_config.hf_config)
         transfer = config.weight_transfer_config and config.weight_transfer_config.backend
         more = {"shape": shape, "cuda": torch.cuda.is_available(), "transfer": transfer}

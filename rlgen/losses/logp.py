@@ -71,11 +71,14 @@ class Truncation(NamedTuple):
     """Which ids a distribution keeps at each of C positions."""
 
     lowest: Tensor  # [C] the lowest logit that is kept; -inf: all are. Equal logits are kept together
+    beside: Tensor  # [C] the lowest that is kept beside a lower sampled one, which takes the place of the `top_k`-th
     sure: Tensor  # [C] bool: no id is so near the edge that rounding decides whether it is kept
 
     def dropped(self, logits: Tensor, ids: Tensor) -> Tensor:
         """Returns [C, V] bool, the ids that are not kept. `ids` are: the engine has sampled them, whatever rounding says here."""
-        return (logits < self.lowest[:, None]).scatter_(1, ids[:, None], False)
+        ids_C1, lowest_C1 = ids[:, None], self.lowest[:, None]
+        lowest_C1 = lowest_C1.where(logits.gather(1, ids_C1) >= lowest_C1, self.beside[:, None])
+        return (logits < lowest_C1).scatter_(1, ids_C1, False)
 
 
 def truncation(logits: Tensor, distribution: Distribution, near: float = 0.0) -> Truncation:
@@ -90,8 +93,10 @@ def truncation(logits: Tensor, distribution: Distribution, near: float = 0.0) ->
     if distribution.min_p > 0:
         lowest_C = logits.amax(dim=1) + temperature * math.log(distribution.min_p)
         sure_C = ((logits - lowest_C[:, None]).abs() >= near * temperature).all(dim=1)
+    last_two_C2 = None
     if 0 < distribution.top_k < vocabulary:  # the k-th and the next id can only change places if they are equally probable
-        lowest_C = lowest_C.maximum(logits.topk(distribution.top_k).values[:, -1])
+        last_two_C2 = torch.nn.functional.pad(logits.topk(distribution.top_k).values, (1, 0), value=torch.inf)[:, -2:]
+        lowest_C = lowest_C.maximum(last_two_C2[:, 1])
     if top_p < 1:
         rest_CV = (logits / temperature).masked_fill_(logits < lowest_C[:, None], -torch.inf)
         total_C1, count = rest_CV.logsumexp(dim=1, keepdim=True), min(NUCLEUS, vocabulary)
@@ -107,7 +112,8 @@ def truncation(logits: Tensor, distribution: Distribution, near: float = 0.0) ->
         lowest_C = lowest_C.maximum(highest_CM.gather(1, last_C1)[:, 0])
         edges_C2 = torch.cat([before_CM.gather(1, last_C1), through_CM.gather(1, last_C1)], dim=1)
         sure_C &= ((edges_C2 - top_p).abs() >= near).all(dim=1)
-    return Truncation(lowest_C, sure_C)
+    beside_C = lowest_C if last_two_C2 is None else lowest_C.where(lowest_C > last_two_C2[:, 1], last_two_C2[:, 0])
+    return Truncation(lowest_C, beside_C, sure_C)
 
 
 def log_softmax(logits: Tensor, distribution: Distribution) -> Tensor:
@@ -176,7 +182,7 @@ def softmax_errors(
     found, chunk = [], max(1, CHUNK_LOGITS // (4 * weight.shape[0]))
     for start in range(0, max(len(ids), 1), chunk):
         ids_C1 = ids[start : start + chunk, None]
-        logits_CV = rule.logits(hidden[start : start + chunk], weight, bias)
+        logits_CV, of_chunk = rule.logits(hidden[start : start + chunk], weight, bias), []
         for distribution in distributions:
             tempered_CV = logits_CV / distribution.temperature
             if distribution.truncated:
@@ -184,9 +190,9 @@ def softmax_errors(
                 tempered_CV.masked_fill_(gone_CV, -torch.inf)
             exact_C = tempered_CV.double().log_softmax(1).gather(1, ids_C1)[:, 0]
             errors_C = tempered_CV.float().log_softmax(1).gather(1, ids_C1)[:, 0].double().sub(exact_C).abs()
-            found.append(torch.stack((exact_C, errors_C)))
-    chunks = [torch.stack(found[first : first + len(distributions)], 1) for first in range(0, len(found), len(distributions))]
-    return torch.cat(chunks, dim=2)
+            of_chunk.append(torch.stack((exact_C, errors_C)))
+        found.append(torch.stack(of_chunk, dim=1))
+    return torch.cat(found, dim=2)
 
 
 @dataclass(frozen=True, slots=True)

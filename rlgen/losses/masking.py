@@ -31,4 +31,4 @@ def masked_means(mask: Tensor, values: Measured) -> Stats:
 
 def entropy_kept(entropy: Tensor, mask: Tensor, threshold: float) -> Tensor:
     """Returns [B, T] bool, true for masked tokens whose entropy is at least `threshold` (arXiv 2506.01939)."""
-    return mask & (torch.where(mask, entropy, 0.0).double() >= threshold)
+    return mask & (select(mask, entropy).double() >= threshold)

@@ -8,10 +8,9 @@ from torch import Tensor
 
 # All-reduce of a tensor, elementwise by sum, minimum or maximum. In a single process it returns the tensor itself.
 Total: TypeAlias = Callable[[Tensor, Literal["sum", "min", "max"]], Tensor]
-BITS = (8, 8, 8, 8)  # widths of the bit groups of a float32, examined from the highest to the lowest
 
 
-def alone(values: Tensor, op: Literal["sum", "min", "max"] = "sum") -> Tensor:
+def alone(values: Tensor, op: Literal["sum", "min", "max"]) -> Tensor:
     return values
 
 
@@ -31,18 +30,16 @@ def kth_smallest(values: Tensor, ranks: Sequence[int], total: Total = alone) -> 
 
 
 def _kth(key: Tensor, rank: int, total: Total) -> float:
-    found, shift = 0, 32
-    for width in BITS:
-        shift -= width
-        counts = total(torch.bincount((key >> shift) & ((1 << width) - 1), minlength=1 << width).int(), "sum").long()
+    found = 0
+    for shift in (24, 16, 8, 0):  # a byte in each round, the highest first
+        counts = total(torch.bincount((key >> shift) & 0xFF, minlength=256).int(), "sum").long()
         ends = counts.cumsum(0)
         place = int((ends <= rank).sum())
         rank -= int(ends[place] - counts[place])
-        found = (found << width) | place
+        found = (found << 8) | place
         key = key[(key >> shift) == found]
     bits = found & 0x7FFFFFFF if found & 0x80000000 else ~found & 0xFFFFFFFF
-    signed = bits - (1 << 32) if bits >= 1 << 31 else bits
-    return float(torch.tensor(signed, dtype=torch.int32).view(torch.float32))
+    return float(torch.tensor(bits, dtype=torch.uint32).view(torch.float32))
 
 
 def quantile(values: Tensor, share: float, total: Total = alone) -> float:

@@ -21,10 +21,11 @@ def policy_loss(
     variant: Variant,
     aggregation: Aggregation,
     kl: KL | None,  # None: no reference in the loss
+    kl_aggregation: Aggregation | None = None,  # None: `aggregation`
     off_policy_max: float | None,  # nats; drop completions of negative advantage beyond it, see `on_policy`; None: keep all
     entropy_bonus: float,  # weight of the mean entropy; 0: none
 ) -> tuple[Tensor, Stats]:
-    """Returns sum_i c_i sum_t [ w keep l + beta kl ] - bonus, with l of the variant and c of the aggregation.
+    """Returns sum_i sum_t [ c_i w keep l + k_i beta kl ] - bonus, with l of the variant, c and k of the aggregations.
 
     The KL is not affected by `keep`, nor, unless `KL.weighted`, by the weights w. The bonus is `entropy_bonus` times the mean
     entropy of the kept tokens.
@@ -55,7 +56,7 @@ def policy_loss(
         kl_BT, kl_measured = kl.loss(x.policy_logp, x.old_logp, x.ref_logp, x.mask)
         if kl.weighted:
             kl_BT = kl_BT * terms.weight
-        loss = loss + kl.beta * (coefficient_B1 * kl_BT).sum()
+        loss = loss + kl.beta * (row_coefficient(kl_aggregation or aggregation, x).to(kl_BT.dtype) * kl_BT).sum()
         measured |= kl_measured
     if entropy_bonus:
         loss = loss - entropy_bonus * select(x.kept, x.entropy).sum() / max(x.totals.kept, 1)
@@ -88,7 +89,6 @@ def on_policy(x: LossInputs, advantages: Tensor, most: float) -> Tensor:
 
     A row of negative advantage ([B, 1]) is dropped if the mean of sampler - policy over its tokens exceeds `most` nats.
     """
-    gap_B1 = -log_ratio(x.policy_logp, x.sampler_logp, x.mask).sum(dim=1, keepdim=True) / x.mask.sum(dim=1, keepdim=True).clamp(
-        min=1
-    )
+    lengths_B1 = x.mask.sum(dim=1, keepdim=True).clamp(min=1)
+    gap_B1 = -log_ratio(x.policy_logp, x.sampler_logp, x.mask).sum(dim=1, keepdim=True) / lengths_B1
     return (advantages >= 0) | (gap_B1 <= most)

@@ -2,12 +2,14 @@
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from rlgen.losses.advantages import CONSTANT_SPREAD
 from rlgen.losses.inputs import LossInputs, Mean, Stats, onto
 from rlgen.losses.kl import to_reference
 from rlgen.losses.masking import masked_means, select
@@ -20,13 +22,7 @@ Lengths: TypeAlias = Literal["sum", "mean"]
 
 
 def select_pairs(
-    rewards: Tensor,
-    group_ids: Tensor,
-    sample_index: Tensor,
-    *,
-    pairing: Pairing,
-    min_margin: float,
-    ties: Ties,
+    rewards: Tensor, group_ids: Tensor, sample_index: Tensor, *, pairing: Pairing, min_margin: float, ties: Ties
 ) -> tuple[Tensor, Tensor]:
     """Selects chosen and rejected candidates of each group, found by group id. No candidate is in two pairs.
 
@@ -45,8 +41,12 @@ def select_pairs(
     for group_id in group_ids.unique().tolist():
         rows = ((group_ids == group_id) & ~rewards.isnan()).nonzero()[:, 0].tolist()
         ranked = sorted(rows, key=lambda row: (-rewards[row].item(), sample_index[row].item()))
+        level = {row: rewards[row].item() for row in ranked}
+        for above, below in pairwise(ranked):  # rewards that differ only by rounding are equal
+            level[below] = level[above] if level[above] - level[below] <= CONSTANT_SPREAD else level[below]
+        ranked.sort(key=lambda row: (-level[row], sample_index[row].item()))
         for best, worst in candidates(ranked, pairing, group_id):
-            margin = (rewards[best] - rewards[worst]).item()
+            margin = level[best] - level[worst]
             if margin > min_margin or (ties == "first" and margin == 0):
                 pairs.append((best, worst))
     chosen, rejected = zip(*pairs, strict=True) if pairs else ((), ())

@@ -41,12 +41,12 @@ def dither(model: PreTrainedModel, seed: int) -> None:
 
 def move(weight: Tensor, first: Sequence[int], whole: Sequence[int], key: int) -> None:
     """Moves the part `weight` of a tensor of the shape `whole`, which begins at the index `first`."""
-    rows = max(1, AT_A_TIME * len(weight) // weight.numel()) if weight.ndim else 1
-    for begin in range(0, len(weight) if weight.ndim else 1, rows):
-        bits = (weight[begin : begin + rows] if weight.ndim else weight).view(torch.int32)
+    weight, first, whole = torch.atleast_1d(weight), first or (0,), whole or (1,)
+    rows = max(1, AT_A_TIME * len(weight) // weight.numel())
+    for begin in range(0, len(weight), rows):
+        bits = weight[begin : begin + rows].view(torch.int32)
         place = torch.zeros((), dtype=torch.int64, device=weight.device)
-        for dim, (size, offset, length) in enumerate(zip(bits.shape, first, whole, strict=True)):
-            offset += begin if dim == 0 else 0
+        for size, offset, length in zip(bits.shape, (first[0] + begin, *first[1:]), whole, strict=True):
             place = place[..., None] * length + torch.arange(offset, offset + size, device=weight.device)
         exact = ((bits & LOW) == 0) & (bits & 0x7FFFFFFF != 0)  # 0 is at the edge of negative numbers, and needs no dither
         bits += torch.where(exact, random_16(place, key) - LOW // 2, 0).int()

@@ -37,8 +37,7 @@ def compute_in_half(model: PreTrainedModel) -> None:
     kept = never_rounded(model)
     for name, unit, whole in units(model):
         modules = unit.named_modules(prefix=name) if whole else [(name, unit)]
-        parameters = [(module, own, f"{path}.{own}") for path, module in modules for own in module._parameters]
-        rounded = [(module, own) for module, own, path in parameters if not kept.search(path)]
+        rounded = [(module, own) for path, module in modules for own in module._parameters if not kept.search(f"{path}.{own}")]
         unit.forward = HalfForward(unit, rounded)
 
 
@@ -106,7 +105,6 @@ class HalfForward:
     run: Callable[..., Any] | None = None  # instead of the `forward` of the module's class, such as a compiled one
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's own `forward` with its arguments."""
         held: dict[int, Tensor] = {}  # parameters by the addresses of their rounded values
 
         def in_half(_: Place, parameter: Tensor) -> Tensor:

@@ -102,8 +102,8 @@ def as_if_whole(model: PreTrainedModel) -> AbstractContextManager[None]:
         one = torch.empty(1, dtype=shard.dtype, device=shard.device)
         return nn.Parameter(one.expand(shard.shape), requires_grad=False)
 
-    places = [(module, name) for module in model.modules() for name in module._parameters]
-    return replaced([place for place in places if isinstance(place[0]._parameters[place[1]], DTensor)], empty)
+    parameters = [(module, name, own) for module in model.modules() for name, own in module._parameters.items()]
+    return replaced([(module, name) for module, name, own in parameters if isinstance(own, DTensor)], empty)
 
 
 def targets(model: PreTrainedModel, chosen: str | Sequence[str]) -> list[str]:
@@ -170,7 +170,6 @@ def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Returns whether the model has an adapter."""
     return bool(adapted_layers(model))
 
 

@@ -4,9 +4,10 @@ Parameters and activations are counted on fake tensors, which have shapes but no
 backward pass of a micro-batch is exact for every architecture. The rest is arithmetic, in `needs`.
 """
 
+import copy
 import logging
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,10 +17,12 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from rlgen.errors import SetupError
 from rlgen.losses.logp import CHUNK_LOGITS
 from rlgen.models.decoder import attention_of, decoder_of, one_sequence_a_row
+from rlgen.models.parallel import SPLIT, plan_of_layers
 
 GIB = 1 << 30
 FLOAT32 = 4  # bytes of a weight that is trained
 ADAMW, ADAMW_8BIT = 8, 2  # bytes of the two moments of a weight
+QUANTIZED = {"nf4": 1 / 2 + 4 / 64, "int8": 1.0}  # bytes of a weight; nf4 has a float32 scale for each block of 64
 CHUNKS = 2  # tensors of the size of a chunk's logits that the head holds at a time: logits, and probabilities for the entropy
 OVERHEAD = GIB  # assumed: CUDA's context, libraries' workspaces and fragmentation of the allocator
 SERVING = GIB // 2  # assumed: what vLLM needs beside weights and cache, if no share of the device limits it
@@ -32,6 +35,7 @@ class Counts:
     parameters: int
     largest: int  # elements of the largest tensor
     matrices: int  # elements of the weight matrices of the layers: without embedding and head
+    linear: int  # elements of those that belong to linear modules, which `model.quantization` can hold
     sides: int  # sum of rows and columns of these matrices: an adapter of rank r has r times as many elements
     layers: int
     hidden: int
@@ -50,8 +54,11 @@ class MemoryPlan:
     trainer_bytes: int  # bytes per element of the trainer's activations: 4 or 2
     fp32_head: bool
     checkpointing: bool
+    offload_activations: bool = False
+    offload_moments: bool = False
     reference: bool
     adapter_rank: int | None  # of LoRA; None: all weights are trained
+    quantized: float | None = None  # bytes of a frozen weight of a linear module; None: as the other frozen weights
     processes: int  # number of trainer processes
     first: bool = True  # of the process of rank 0, which saves what each process holds whole; False: of another one
     moment_bytes: int = ADAMW  # of a trained weight
@@ -77,9 +84,9 @@ Parts = dict[str, int]  # bytes by part
 
 # How each part is determined: counted from the config, computed, measured once on tiny models, or assumed.
 HOW = {
-    "trainer weights": "4 bytes a parameter (counted)",
+    "trainer weights": "4 bytes a parameter (counted); with adapters those of its dtype, or of model.quantization",
     "reference": "4 bytes a parameter (counted); none with adapters, which are switched off for it",
-    "Adam moments": "8 bytes a trained parameter; 2 with optim.kind adamw_8bit",
+    "Adam moments": "8 bytes a trained parameter; 2 with optim.kind adamw_8bit; with optim.offload only in an optimizer step",
     "copy to save": "without a GPU: weights and moments of trained parameters, from the first checkpoint on; of shards in each"
     " process, otherwise in the first alone",
     "gradients": "4 bytes a trained parameter",
@@ -91,9 +98,10 @@ HOW = {
     "gathered layers": "bytes of the trainer's dtype x (elements of the head + matrices of two layers: one in use, one on"
     " its way)",
     "activations": "what autograd keeps of a micro-batch of rows x length tokens (counted on fake tensors); with gradient"
-    " checkpointing what it keeps then, and a layer that is computed again (its share of all layers)",
+    " checkpointing what it keeps then (with model.offload_activations one layer's share), and a layer that is computed again",
     "bfloat16 weights": "2 bytes an element of a layer's matrices, which are rounded while it runs; backward as much for their"
     " gradients",
+    "dequantised weights": "bytes of the trainer's dtype an element of a layer's linear weights (an upper bound)",
     "gradients of states": "8 bytes x tokens x hidden size",
     "head's states": "2 x width of the head's product x tokens x hidden size",
     "head's gradient": "4 bytes x vocabulary x hidden size",
@@ -107,11 +115,15 @@ HOW = {
 }
 
 
-def count(config: PreTrainedConfig, rows: int, length: int, dtype: torch.dtype, attention: str) -> Counts:
+def count(
+    config: PreTrainedConfig, rows: int, length: int, dtype: torch.dtype, attention: str, tensor: int | None = None
+) -> Counts:
     """Counts the sizes of a model of `config`, trained in `dtype` on micro-batches of `rows` rows of `length` tokens.
 
-    Raises:
-        SetupError: transformers has no causal language model for this config.
+    Args:
+        tensor: processes that split each layer (`models.parallel`). None: nobody splits them.
+
+    Raises SetupError if transformers has no causal language model for this config.
     """
     text = config.get_text_config()
     # flash_attention_2 keeps what sdpa's kernel keeps
@@ -122,10 +134,15 @@ def count(config: PreTrainedConfig, rows: int, length: int, dtype: torch.dtype, 
         outer = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
         matrices = [tensor for tensor in tensors if tensor.ndim > 1 and id(tensor) not in outer]
         vocabulary = model.get_output_embeddings().weight.shape[0]
+        if tensor is not None:
+            plan_of_layers(model, tensor, dtype)
+    if tensor is not None:  # a process computes its part of each layer, for the rows of the whole group
+        config, rows = one_part(config, tensor), rows * tensor
     return Counts(
         parameters=sum(tensor.numel() for tensor in tensors),
         largest=max(tensor.numel() for tensor in tensors),
-        matrices=sum(matrix.numel() for matrix in matrices),
+        matrices=sum(matrix.numel() for matrix in matrices) // (tensor or 1),
+        linear=sum(matrix.numel() for matrix in matrices if matrix.ndim == 2),  # those of experts are one tensor
         sides=sum(matrix.numel() // matrix.shape[-1] + matrix.shape[-1] for matrix in matrices),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
@@ -134,6 +151,17 @@ def count(config: PreTrainedConfig, rows: int, length: int, dtype: torch.dtype, 
         kept=kept_bytes(config, attention, rows, length, dtype, checkpointing=False),
         kept_checkpointed=kept_bytes(config, attention, rows, length, dtype, checkpointing=True),
     )
+
+
+def one_part(config: PreTrainedConfig, tensor: int) -> PreTrainedConfig:
+    """Returns the config of a model whose layers are as large as one of `tensor` parts of a layer of `config`."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    for name in SPLIT:
+        if getattr(text, name, None):
+            setattr(text, name, getattr(text, name) // tensor)
+    return config
 
 
 def fake_model(config: PreTrainedConfig, attention: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -148,8 +176,7 @@ def fake_model(config: PreTrainedConfig, attention: str, dtype: torch.dtype) -> 
 def cache_elements(config: PreTrainedConfig) -> int:
     """Returns the KV-cache elements per token: 2 * kv_heads * head_dim of each layer with attention. Ignores sliding windows.
 
-    Raises:
-        SetupError: the config does not say how many layers there are.
+    Raises SetupError if the config does not say how many layers there are.
     """
     text = config.get_text_config()
     if not getattr(text, "num_hidden_layers", None):
@@ -166,9 +193,8 @@ def layer_elements(layer: PreTrainedConfig) -> int:
     heads = [count for name in KV_HEADS if (count := getattr(layer, name, None))]
     if not heads:
         return 0
-    head_dim: int = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
-    elements: int = 2 * heads[0] * head_dim
-    return elements
+    head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+    return int(2 * heads[0] * head_dim)
 
 
 def keeps_states(config: PreTrainedConfig) -> bool:
@@ -183,15 +209,14 @@ def kept_bytes(config: PreTrainedConfig, attention: str, rows: int, length: int,
     Counts each storage once, without parameters, buffers, and copies of parameters in `dtype`.
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
-    log.setLevel(logging.CRITICAL + 1)  # torch logs a traceback when it refuses a fake product; it raises the error as well
+    before, log.disabled = log.disabled, True  # torch logs a traceback when it refuses a fake product; it raises it, too
     try:
         return run_fake(config, attention, rows, length, dtype, checkpointing)
     except RuntimeError:
         # The grouped matrix product of experts has no fake float32 version. In bfloat16 all tensors have half the bytes.
         return 2 * run_fake(config, attention, rows, length, torch.bfloat16, checkpointing)
     finally:
-        log.setLevel(level)
+        log.disabled = before
 
 
 def run_fake(config: PreTrainedConfig, attention: str, rows: int, length: int, dtype: torch.dtype, checkpointing: bool) -> int:
@@ -212,8 +237,7 @@ def run_fake(config: PreTrainedConfig, attention: str, rows: int, length: int, d
             model.train()
         own = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            states = decoder_of(model)(input_ids=torch.zeros(rows, length, dtype=torch.long), use_cache=False)
-        del states
+            decoder_of(model)(input_ids=torch.zeros(rows, length, dtype=torch.long), use_cache=False)
         return sum(storage.nbytes() for storage in found.values())
 
 
@@ -231,17 +255,20 @@ def needs(counts: Counts, plan: MemoryPlan) -> dict[str, Parts]:
     adapters = counts.sides * (plan.adapter_rank or 0)
     trained = adapters or counts.parameters // shards
     held = plan.trainer_bytes if adapters else FLOAT32  # frozen weights need no room for small updates
-    base = {"trainer weights": held * counts.parameters // shards + FLOAT32 * adapters}  # adapters are whole everywhere
+    spared = 0 if plan.quantized is None else int((held - plan.quantized) * counts.linear)
+    base = {"trainer weights": (held * counts.parameters - spared) // shards + FLOAT32 * adapters}  # adapters are whole
     load = dict(base)
     if plan.reference and not adapters:  # adapters are switched off for it
         base["reference"] = FLOAT32 * counts.parameters // shards
     if plan.sharded:  # otherwise the reference is copied later
         load = base | {"gathered tensor": 2 * plan.trainer_bytes * counts.largest}
-    moments = plan.moment_bytes * trained
-    base = base | {"Adam moments": moments}
+    moments, stepping = {"Adam moments": plan.moment_bytes * trained}, {}
+    if plan.offload_moments and plan.device is not None:
+        moments, stepping = {}, moments
+    base = base | moments
     if plan.device is None:  # no GPU: the copy of a checkpoint, from which a thread writes, is in the same memory
         writes = plan.first or (plan.sharded and not adapters)  # what is whole everywhere, the first process writes
-        base = base | {"copy to save": FLOAT32 * trained + moments if writes else 0}
+        base = base | {"copy to save": FLOAT32 * trained + sum(moments.values()) if writes else 0}
     if plan.streams:
         base = base | {"sums of gradients": 2 * FLOAT32 * trained}
     gradients, sent = {"gradients": FLOAT32 * trained}, {}
@@ -261,7 +288,7 @@ def needs(counts: Counts, plan: MemoryPlan) -> dict[str, Parts]:
         "reference": base | ({} if plan.sleeps else stays) | reference_parts(counts, plan),
         "forward": training | added_up | forward_parts(counts, plan),
         "backward": training | added_up | backward_parts(counts, plan),
-        "optimizer": training | sent,
+        "optimizer": training | sent | stepping,
         "sync": base | stays | ({"tensor to load": plan.engine_bytes * counts.largest} if engine else {}),
     }
     if not plan.reference:
@@ -290,23 +317,27 @@ def cache_needed(counts: Counts, plan: MemoryPlan) -> int:
 
 
 def passing_bytes(counts: Counts) -> int:
-    """Returns the bytes of one layer's temporary tensors when autograd keeps none of them.
-
-    Measured: a quarter to three quarters of what it would keep; returns three quarters.
-    """
+    """Returns three quarters of what autograd would keep of a layer: its temporary tensors take 25 to 75 % of that (measured)."""
     return counts.kept // counts.layers * 3 // 4
 
 
-def rounded_layer(counts: Counts, plan: MemoryPlan) -> Parts:
+def rounded_layer(counts: Counts, plan: MemoryPlan, gradients: bool = False) -> Parts:
     """Returns the bytes of a layer's matrices, rounded while it runs; empty if they are held as they are computed with."""
+    if plan.quantized is not None:
+        return {"dequantised weights": plan.trainer_bytes * counts.linear // counts.layers}
     if plan.trainer_bytes == FLOAT32 or plan.adapter_rank is not None:
         return {}
-    return {"bfloat16 weights": plan.trainer_bytes * counts.matrices // counts.layers}
+    return {"bfloat16 weights": (2 if gradients else 1) * plan.trainer_bytes * counts.matrices // counts.layers}
+
+
+def kept_checkpointed(counts: Counts, plan: MemoryPlan) -> int:
+    """Returns the bytes that layers with gradient checkpointing keep on the device."""
+    return counts.kept_checkpointed // (counts.layers if plan.offload_activations and plan.device is not None else 1)
 
 
 def forward_parts(counts: Counts, plan: MemoryPlan) -> Parts:
     """Returns the bytes at the end of a forward pass."""
-    kept = counts.kept_checkpointed + passing_bytes(counts) if plan.checkpointing else counts.kept
+    kept = kept_checkpointed(counts, plan) + passing_bytes(counts) if plan.checkpointing else counts.kept
     return {"activations": kept} | rounded_layer(counts, plan) | head_parts(counts, plan)
 
 
@@ -317,8 +348,8 @@ def backward_parts(counts: Counts, plan: MemoryPlan) -> Parts:
     """
     again = counts.kept // counts.layers  # activations of one layer, recomputed
     return {
-        "activations": counts.kept_checkpointed + again if plan.checkpointing else counts.kept,
-        **{part: 2 * size for part, size in rounded_layer(counts, plan).items()},  # and their gradients
+        "activations": kept_checkpointed(counts, plan) + again if plan.checkpointing else counts.kept,
+        **rounded_layer(counts, plan, gradients=True),
         "gradients of states": 2 * FLOAT32 * plan.rows * plan.length * counts.hidden,
         **head_parts(counts, plan),
         # before it is added to the total; under an adapter the head is frozen
@@ -352,8 +383,7 @@ def peak(phases: dict[str, Parts]) -> tuple[str, int]:
     return name, sum(phases[name].values())
 
 
-@dataclass(frozen=True, slots=True)
-class Hint:
+class Hint(NamedTuple):
     """One setting that lowers the memory need, and by how much."""
 
     setting: str
@@ -373,47 +403,48 @@ def hints(counts: Counts, smaller: Counts | None, plan: MemoryPlan, offers: froz
     phase, most = peak(now)
     found: list[Hint] = []
 
-    def hint(setting: str, why: str, changed: MemoryPlan, of: Counts = counts) -> None:
-        after = needs(of, changed)
+    def hint(setting: str, why: str, of: Counts = counts, **changes: Any) -> None:
+        after = needs(of, replace(plan, **changes))
         in_phase = sum(now[phase].values()) - sum(after.get(phase, {}).values())
         found.append(Hint(setting, why, most - peak(after)[1], in_phase))
 
     if not plan.checkpointing:
         why = "activations are computed again instead of kept: a step takes longer"
-        hint("model.gradient_checkpointing=true", why, replace(plan, checkpointing=True))
+        hint("model.gradient_checkpointing=true", why, checkpointing=True)
+    elif plan.device is not None and not plan.offload_activations:
+        hint("model.offload_activations=true", "in the machine's memory: a step takes longer", offload_activations=True)
+    if plan.device is not None and not plan.offload_moments:
+        hint("optim.offload=true", "moments are on the GPU only in an optimizer step, which takes longer", offload_moments=True)
     if smaller is not None:
-        half = plan.rows // 2
         why = "smaller micro-batches, more of them: the same result"
-        hint(f"optim.micro_batch_tokens={half * plan.length}", why, replace(plan, rows=half), smaller)
+        hint(f"optim.micro_batch_tokens={plan.rows // 2 * plan.length}", why, smaller, rows=plan.rows // 2)
     if plan.sharded and plan.defer_sync:
-        why = "gradients are sent after each micro-batch, and none is held whole"
-        hint("processes.defer_sync=false", why, replace(plan, defer_sync=False))
+        hint("processes.defer_sync=false", "gradients are sent after each micro-batch, and none is held whole", defer_sync=False)
     if plan.streams:
-        why = "training begins when a whole step is sampled, and adds gradients up in place"
-        hint("rollout.stream=false", why, replace(plan, streams=False))
+        hint("rollout.stream=false", "training begins after sampling, and adds gradients up in place", streams=False)
+    if plan.engine == "colocated" and not plan.sleeps:
+        hint("engine.sleep=true", "the engine's memory is free while the trainer works", sleeps=True)
     if plan.engine in ("colocated", "beside"):
-        if plan.engine == "colocated" and not plan.sleeps:
-            why = "the engine's memory is free while the trainer works"
-            hint("engine.sleep=true", why, replace(plan, sleeps=True))
         why = "a smaller KV cache: fewer completions are decoded together"
         if plan.share is not None and plan.share > 0.2:
             share = round(plan.share - 0.1, 2)
-            hint(f"engine.gpu_memory_utilization={share}", why, replace(plan, share=share))
+            hint(f"engine.gpu_memory_utilization={share}", why, share=share)
         elif plan.cache_gib is not None:
-            hint(f"engine.kv_cache_gib={plan.cache_gib / 2}", why, replace(plan, cache_gib=plan.cache_gib / 2))
+            hint(f"engine.kv_cache_gib={plan.cache_gib / 2}", why, cache_gib=plan.cache_gib / 2)
         elif plan.share is None and plan.sequences > 1:
-            hint(f"engine.max_num_seqs={plan.sequences // 2}", why, replace(plan, sequences=plan.sequences // 2))
+            hint(f"engine.max_num_seqs={plan.sequences // 2}", why, sequences=plan.sequences // 2)
     if plan.reference and "no reference" in offers:
-        hint("trainer.beta=0", "no reference model; another objective", replace(plan, reference=False))
+        hint("trainer.beta=0", "no reference model; another objective", reference=False)
     if "adapters" in offers and plan.adapter_rank is None:
         why = "gradients and moments only of small adapters; another parametrisation"
-        hint("model.lora.rank=16", why, replace(plan, adapter_rank=16))
+        hint("model.lora.rank=16", why, adapter_rank=16)
+    if plan.adapter_rank is not None and plan.quantized is None and plan.device is not None and not plan.sharded:
+        hint("model.quantization=nf4", "frozen weights of four bits; needs bitsandbytes", quantized=QUANTIZED["nf4"])
     if plan.moment_bytes == ADAMW and not plan.sharded:
-        why = "moments of 8 bits; needs bitsandbytes"
-        hint("optim.kind=adamw_8bit", why, replace(plan, moment_bytes=ADAMW_8BIT))
+        hint("optim.kind=adamw_8bit", "moments of 8 bits; needs bitsandbytes", moment_bytes=ADAMW_8BIT)
     if "shards" in offers and not plan.sharded:
         count = max(2, plan.processes)
         why = f"weights, gradients and moments are spread over {count} processes"
-        hint("processes.strategy=fsdp", why, replace(plan, processes=count, sharded=True))
+        hint("processes.strategy=fsdp", why, processes=count, sharded=True)
     useful = [one for one in found if one.saves > 0 or one.of_phase > 0]
     return sorted(useful, key=lambda one: (-one.saves, -one.of_phase))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
@@ -47,18 +46,19 @@ def refused_with(words: str) -> Iterator[None]:
 
 def memory_advice(recipe: Recipe, phase: Phase) -> list[str]:
     """Returns the two settings that save most of the memory that a phase of the trainer needs."""
-    advice = for_a_micro_batch if phase in ("forward", "backward") else partial(for_what_is_held, phase=phase)
-    return advice(recipe)[:2]
+    return (for_a_micro_batch(recipe) if phase in ("forward", "backward") else for_what_is_held(recipe, phase))[:2]
 
 
 def for_a_micro_batch(recipe: Recipe) -> list[str]:
     """Returns settings that reduce the memory of a micro-batch, the most effective first."""
-    longest, budget = recipe.max_row_tokens, recipe.optim.micro_batch_tokens
+    longest, budget = -(-recipe.max_row_tokens // recipe.processes.sharing), recipe.optim.micro_batch_tokens
     settings = []
     if budget > longest:
         settings.append(f"--set optim.micro_batch_tokens={max(longest, budget // 2)} (the same result, more slowly)")
     if not recipe.model.gradient_checkpointing:
         settings.append("--set model.gradient_checkpointing=true (the same result, more slowly)")
+    elif torch.cuda.is_available() and not recipe.model.offload_activations:
+        settings.append("--set model.offload_activations=true (the same result, more slowly)")
     settings.append(f"--set rollout.max_completion_tokens={max(1, recipe.rollout.max_completion_tokens // 2)}")
     settings.append("processes.strategy=fsdp in several processes")
     return settings

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from rlgen.losses.inputs import onto
+from rlgen.models.parallel import ContextParallel
 
 NAME = "rlgen_rows"  # of the attention, among those of transformers
 # Parts are computed together if the longest has at most a quarter and so many tokens more than the shortest.
@@ -64,6 +65,7 @@ class PackedRows:
     row_of: tuple[int, ...]  # [B] place of each row in the batch
     first_of: tuple[int, ...]  # [P] place in the batch of the first row with each prompt
     device: torch.device
+    context: ContextParallel | None = None  # the processes that share out the tokens
 
     @classmethod
     def of(
@@ -80,6 +82,10 @@ class PackedRows:
             first_of=tuple(firsts),
             device=device,
         )
+
+    def mine(self, packed: Tensor, dim: int) -> Tensor:
+        """Returns the tokens that this process computes, of a packed tensor whose tokens are along `dim`."""
+        return packed if self.context is None else self.context.mine(packed, dim)
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
@@ -101,20 +107,11 @@ class PackedRows:
         """Returns the position of each token in its row, [1, N] long."""
         return self.on_device(spans(self.before, self.lengths))[None]
 
-    @cached_property
-    def sources(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns the row of the batch that has each token, [N], and its place there, [N]."""
-        rows = np.repeat(np.array((*self.first_of, *self.row_of)), self.lengths)
-        return rows, np.concatenate(spans(self.before, self.lengths))
-
     def packed(self, padded: Tensor) -> Tensor:
-        """Returns ids [1, N] of rows that are padded on the right, [B, S]."""
-        return padded.flatten()[self.flat(padded.shape[1])][None]
-
-    def flat(self, width: int) -> Tensor:
-        """Returns where each token is among rows that are padded to `width` and laid end to end, [N]."""
-        rows, places = self.sources
-        return self.on_device([rows * width + places])
+        """Returns what the tokens have, [N, ...], given rows that are padded on the right, [B, S, ...]."""
+        rows = np.repeat(np.array((*self.first_of, *self.row_of)), self.lengths)  # of the batch
+        places = np.concatenate(spans(self.before, self.lengths))
+        return padded.flatten(0, 1)[self.on_device([rows * padded.shape[1] + places])]
 
     def places(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Returns where the states are that predict tokens of completions: those at `columns` [n] of `rows` [n].
@@ -268,13 +265,23 @@ def attention(
         [1, N, heads, D].
     """
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    if query.is_cuda:
-        return by_kernel(query, key, value, packed_rows, scaling, sliding_window)[None], None
+    if (context := packed_rows.context) is not None:
+        if query.shape[1] % context.mesh.size() or key.shape[1] % context.mesh.size():
+            raise ValueError(f"{query.shape[1]} and {key.shape[1]} heads cannot be divided over {context.mesh.size()} processes")
+        query, key, value = (context.by_heads(tensor, packed_rows.ends[-1]) for tensor in (query, key, value))
+    compute = by_kernel if query.is_cuda else on_cpu
+    mixed = compute(query, key, value, packed_rows, scaling, sliding_window)
+    return (mixed if context is None else context.by_tokens(mixed))[None], None
+
+
+def on_cpu(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scaling: float | None, window: int | None) -> Tensor:
+    """Computes the attention [N, heads, D] of all parts on the CPU."""
     if query.shape[-1] != value.shape[-1]:
         raise ValueError("heads of keys and of values differ in size")  # as with latent attention
     queries_a_key = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(queries_a_key, dim=1) for tensor in (key, value))
-    return PackedAttention.apply(query, key, value, packed_rows, scaling, sliding_window)[None], None
+    mixed: Tensor = PackedAttention.apply(query, key, value, rows, scaling, window)
+    return mixed
 
 
 def by_kernel(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scaling: float | None, window: int | None) -> Tensor:

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from rlgen.errors import SetupError
 from rlgen.models.decoder import decoder_of, one_sequence_a_row
 from rlgen.models.half import HALF, WIDER, computed_in
 from rlgen.models.memory import keeps_states
+from rlgen.models.memory_errors import refused_with
 from rlgen.models.packed_attention import NAME, PackedRows
-from rlgen.out_of_memory import is_out_of_memory, one_line
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}  # kinds of layers, as configs name them, that this attention computes
 MOST_CHECKED = 8192  # tokens of the longest prompt that `make_packed` tries
@@ -31,10 +32,9 @@ SEEN = 1e-5  # least change of a row, relative to its size, that shows that it s
 
 def packed_states(decoder: nn.Module, padded: Tensor, rows: PackedRows) -> Tensor:
     """Computes the last hidden states [N, H] of the packed sequence of `rows`, whose ids are padded on the right, [B, S]."""
-    states: Tensor = decoder(
-        input_ids=rows.packed(padded), position_ids=rows.positions, use_cache=False, packed_rows=rows
-    ).last_hidden_state
-    return states[0]
+    ids, positions = rows.mine(rows.packed(padded)[None], 1), rows.mine(rows.positions, 1)
+    states: Tensor = decoder(input_ids=ids, position_ids=positions, use_cache=False, packed_rows=rows).last_hidden_state
+    return (states if rows.context is None else rows.context.whole(states))[0]
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
@@ -78,16 +78,15 @@ def make_packed(model: PreTrainedModel, prompts: Sequence[NDArray[np.int32]], dt
         alone = by_themselves()
         reason = None
         try:
-            with computed_in(model, dtype, WIDER[dtype]):
-                exact = by_themselves()
-            model.set_attn_implementation(NAME)
-            together = packed_states(decoder, pad_sequence(ids, batch_first=True), rows)[places].double()
-            ids[0][: prompt_lengths[0]] = ids[0][: prompt_lengths[0]].flip(0)
-            beside_others = packed_states(decoder, pad_sequence(ids, batch_first=True), rows)[places].double()
-        except Exception as error:  # each architecture has code of its own, and may fail in any way
-            if is_out_of_memory(error):
-                raise
-            reason = f"{name} cannot compute packed rows ({one_line(error)})"
+            with refused_with(f"{name} cannot compute packed rows ({{}})"):
+                with computed_in(model, dtype, WIDER[dtype]):
+                    exact = by_themselves()
+                model.set_attn_implementation(NAME)
+                together = packed_states(decoder, pad_sequence(ids, batch_first=True), rows)[places].double()
+                ids[0][: prompt_lengths[0]] = ids[0][: prompt_lengths[0]].flip(0)
+                beside_others = packed_states(decoder, pad_sequence(ids, batch_first=True), rows)[places].double()
+        except SetupError as error:
+            reason = str(error)
     if reason is None:
         noise, gap = apart(alone, exact), apart(together, exact)
         bound = min(max(FACTOR * noise, LEAST), MOST)

@@ -1,9 +1,11 @@
 """Parts of sharded tensors (DTensor): what this process holds of them, and how it is cut out of a whole tensor or a file."""
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -52,8 +54,17 @@ def shape_of(stored: Stored) -> tuple[int, ...]:
 
 
 def first_copy(tensor: Tensor) -> bool:
-    """Returns whether no process of lower rank holds the same part of a sharded tensor. True for a tensor that is not sharded."""
+    """Returns whether no process of lower rank holds the same part of a sharded tensor. True for a tensor that is not sharded.
+
+    A tensor that several groups of processes hold alike is on the mesh of each group: the first process is in the first group.
+    """
     if not isinstance(tensor, DTensor):
         return True
     places = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=True)
-    return all(coordinate == 0 for placement, coordinate in places if placement.is_replicate())
+    return has_first(tensor.device_mesh) and all(coordinate == 0 for placement, coordinate in places if placement.is_replicate())
+
+
+@cache
+def has_first(mesh: DeviceMesh) -> bool:
+    """Returns whether the process of rank 0 is in a mesh. Kept, because a save asks it for each tensor while the loop waits."""
+    return 0 in mesh.mesh

@@ -1,7 +1,7 @@
 """Computes log-probs and entropies of a completion's tokens with a causal language model."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from transformers import PreTrainedModel
 
 from rlgen.errors import SetupError
@@ -21,6 +22,7 @@ from rlgen.models.lora import without_adapter
 from rlgen.models.memory_errors import refused_with
 from rlgen.models.packed_attention import PackedRows
 from rlgen.models.packing import make_packed, packed_states
+from rlgen.models.parallel import ContextParallel, TensorParallel, join_rows
 from rlgen.models.routing import Routes
 from rlgen.models.vision import Vision, decoder_inputs, round_pixels
 from rlgen.types import Distribution, MicroBatch
@@ -133,6 +135,9 @@ class Policy(nn.Module):
         self.vision = vision
         self.packed = False
         self.unpacked: str | None = None  # why its rows are padded, though they could be packed here
+        self.tensor: TensorParallel | None = None  # the processes that split its layers
+        self.context: ContextParallel | None = None  # the processes that share out the tokens of packed rows
+        self.offload_activations = False  # of layers with gradient checkpointing, to the machine's memory
         self.routes: Routes | None = None  # of the trained policy, if it computes tokens by the experts that batches have
         if model.device.type != "meta":
             self.check(TRIED)
@@ -244,22 +249,31 @@ class Policy(nn.Module):
 
     def hidden(self, batch: MicroBatch) -> Hidden:
         """Computes the hidden states from which the head predicts the N sampled tokens."""
-        with one_sequence_a_row():
-            decoder, (rows, columns) = decoder_of(self.model), batch.places
+        pinned = batch.input_ids.device.type == "cuda"
+        with one_sequence_a_row(), save_on_cpu(pinned) if self.offload_activations else nullcontext():
+            decoder, own = decoder_of(self.model), batch.places
+            group = self.tensor or (self.context if self.packed else None)
+            if group is not None:
+                batch = join_rows(batch, group.mesh)
+            rows, columns = batch.places
             experts = None if batch.experts is None else batch.experts.flatten(0, 1)
             if self.packed:
                 packed = PackedRows.of(batch.lengths, batch.prompt_lengths, batch.same_prompt, batch.input_ids.device)
-                experts = None if experts is None else experts[packed.flat(batch.input_ids.shape[1])]
+                packed = replace(packed, context=self.context)
+                experts = None if batch.experts is None else packed.mine(packed.packed(batch.experts), 0)
             if self.routes is not None:
                 self.routes.experts = experts
+            places: tuple[Tensor, ...]
             if self.packed:
-                states_NH = packed_states(decoder, batch.input_ids, packed)[packed.places(rows, columns)]
+                states, places = packed_states(decoder, batch.input_ids, packed), (packed.places(rows, columns),)
             else:
-                # The logits at a position predict the next id.
-                predicting = onto(torch.tensor(batch.prompt_lengths), batch.input_ids.device)[rows] - 1 + columns
                 inputs = decoder_inputs(self.vision, self.model, batch.input_ids, batch.images)
-                states_NH = decoder(**inputs, use_cache=False).last_hidden_state[rows, predicting]
-        return Hidden(states_NH.to(self.dtype), rows, columns)
+                states = decoder(**inputs, use_cache=False).last_hidden_state
+                # The logits at a position predict the next id.
+                places = rows, onto(torch.tensor(batch.prompt_lengths), batch.input_ids.device)[rows] - 1 + columns
+            if self.tensor is not None:
+                states = self.tensor.add_gradients(states)
+        return Hidden(states[places].to(self.dtype), own[0], own[1])
 
 
 @dataclass(frozen=True, slots=True)

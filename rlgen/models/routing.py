@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from rlgen.errors import SetupError
 from rlgen.models.half import replaced
-from rlgen.out_of_memory import is_out_of_memory, one_line
+from rlgen.models.memory_errors import refused_with
 
 
 class ChosenTopK(TorchFunctionMode):
@@ -72,9 +73,8 @@ class Routes:
 
 def routers_of(model: PreTrainedModel) -> dict[str, Any]:
     """Returns the routers of a model by name: modules with a matrix, a row for each expert, that choose `top_k` of them."""
-    named = {name: (module, module._parameters.get("weight")) for name, module in model.named_modules()}
-    routers = {name: module for name, (module, weight) in named.items() if weight is not None and weight.ndim == 2}
-    return {name: module for name, module in routers.items() if isinstance(getattr(module, "top_k", None), int)}
+    choosing = {name: module for name, module in model.named_modules() if isinstance(getattr(module, "top_k", None), int)}
+    return {name: one for name, one in choosing.items() if getattr(one._parameters.get("weight"), "ndim", None) == 2}
 
 
 @torch.no_grad()
@@ -88,15 +88,13 @@ def unforceable(router: Any) -> str | None:
         return torch.arange(like.numel(), device=like.device).cos().to(like.dtype).view(like.shape)
 
     try:
-        with replaced([(router, name) for name in router._parameters], waves):
+        with refused_with("{}"), replaced([(router, name) for name in router._parameters], waves):
             hidden = waves(None, router.weight[:4])  # of as many tokens
             wanted = torch.arange(len(hidden))[:, None] + torch.arange(router.top_k)
             wanted = wanted.to(hidden.device) % len(router.weight)
             given = [one for one in forced(router, wanted, hidden) if isinstance(one, Tensor) and one.shape == wanted.shape]
-    except Exception as error:  # each architecture has code of its own, and may fail in any way
-        if is_out_of_memory(error):
-            raise
-        return one_line(error)
+    except SetupError as error:
+        return str(error)
     if not any(torch.equal(one, wanted) for one in given if not one.is_floating_point()):
         return "they return other experts than those that they were given"
     return None if all(one.isfinite().all() for one in given) else "the weights of given experts are not finite"

@@ -4,17 +4,23 @@ The policy is sharded before its model has values. transformers then reads only 
 process ever holds the whole model: its peak is its shards, and the largest tensor where one is gathered or converted.
 """
 
+from dataclasses import dataclass
+from datetime import timedelta
+
 import torch
 import transformers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
 
 from rlgen.errors import ProcessError, SetupError
+from rlgen.models.decoder import decoder_of
 from rlgen.models.half import HALF, compute_as_held
+from rlgen.models.parallel import ContextParallel, TensorParallel
 from rlgen.models.parts import part
 from rlgen.models.policy import Policy
 from rlgen.processes import Processes
@@ -23,20 +29,23 @@ from rlgen.processes import Processes
 GATHERING = ("logits", "check", "pack", "scores_in")
 
 
-def mesh_of(processes: Processes, count: int | None) -> DeviceMesh:
-    """Returns the processes as a mesh: [shard], or [replicate, shard] where `count` processes of neighbouring ranks hold the
-    weights once. All processes must call this together. Raises as `in_groups`.
-    """
-    if count is None or count == processes.world:
-        return init_device_mesh(processes.device.type, (processes.world,), mesh_dim_names=("shard",))
-    return in_groups(processes, count, ("replicate", "shard"))
+@dataclass(frozen=True, slots=True)
+class Meshes:
+    """The processes, as the layouts that divide a policy."""
 
+    shard: DeviceMesh  # [shard], or [replicate, shard] where neighbouring processes hold the weights once
+    experts: DeviceMesh | None = None  # [shard, experts]: neighbours divide the experts of a layer. None: nobody does
+    tensor: DeviceMesh | None = None  # [shard, tensor]: neighbours split each layer. None: nobody does
+    context: DeviceMesh | None = None  # [shard, context]: neighbours share out the tokens of their rows. None: nobody does
 
-def mesh_of_experts(processes: Processes, count: int | None) -> DeviceMesh | None:
-    """Returns the processes as a mesh [shard, experts]: `count` neighbours divide the experts of a layer among them. None: nobody
-    does. All processes must call this together. Raises as `in_groups`.
-    """
-    return None if count is None else in_groups(processes, count, ("shard", "experts"))
+    @classmethod
+    def of(cls, processes: Processes, shard: int | None = None, **neighbours: int | None) -> "Meshes":
+        """Returns the layouts, given keys of `processes`. All processes must call this together. Raises as `in_groups`."""
+        if shard is None or shard == processes.world:
+            whole = init_device_mesh(processes.device.type, (processes.world,), mesh_dim_names=("shard",))
+        else:
+            whole = in_groups(processes, shard, ("replicate", "shard"))
+        return cls(whole, **{key: in_groups(processes, n, ("shard", key)) for key, n in neighbours.items() if n is not None})
 
 
 def in_groups(processes: Processes, count: int, names: tuple[str, str]) -> DeviceMesh:
@@ -51,13 +60,17 @@ def in_groups(processes: Processes, count: int, names: tuple[str, str]) -> Devic
             f"processes.{key} {count} needs a multiple of {count} processes, but {world} run: start them with `torchrun"
             f" --nproc-per-node {count}`, or set processes.{key} to a divisor of {world}"
         )
-    return init_device_mesh(processes.device.type, (world // count, count), mesh_dim_names=names)
+    mesh = init_device_mesh(processes.device.type, (world // count, count), mesh_dim_names=names)
+    for group in mesh.get_all_groups():  # torch gives new groups a timeout of its own
+        _set_pg_timeout(timedelta(seconds=processes.timeout), group)
+    return mesh
 
 
-def shard(policy: Policy, mesh: DeviceMesh, experts: DeviceMesh | None = None) -> None:
+def shard(policy: Policy, meshes: Meshes) -> None:
     """Shards the policy in place: each layer, an embedding that is not tied, then the rest (last norm and head).
 
-    With a mesh for `experts`, each process keeps its experts while layers compute, and tokens travel to them.
+    With a mesh for `experts`, each process keeps its experts while layers compute, and tokens travel to them. With one for
+    `tensor`, it keeps its part of each layer, and the processes of a group compute the rows of all of them together.
 
     A tied head shares its embedding's parameter. A layer's tensors are gathered only while it computes: every process must run
     the same number of forward passes. Outside of `forward` and the methods of `GATHERING` all parameters are DTensors. A
@@ -67,15 +80,25 @@ def shard(policy: Policy, mesh: DeviceMesh, experts: DeviceMesh | None = None) -
     if policy.dtype == HALF:
         compute_as_held(policy.model)
         precision = MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    if experts is not None:
-        for module in divide_experts(policy.model, experts["experts"]):
-            fully_shard(module, mesh=experts["shard"], mp_policy=precision)
+    if meshes.experts is not None:
+        for module in divide_experts(policy.model, meshes.experts["experts"]):
+            fully_shard(module, mesh=meshes.experts["shard"], mp_policy=precision)
     layers, embedding = set(policy.model._no_split_modules or ()), policy.model.get_input_embeddings()
     tied = embedding.weight is policy.model.get_output_embeddings().weight
+    of_layers = meshes.shard
+    if meshes.tensor is not None:
+        of_layers, policy.tensor = meshes.tensor["shard"], TensorParallel.of(policy.model, meshes.tensor["tensor"], policy.dtype)
+    if meshes.context is not None:
+        policy.context = ContextParallel.of(policy.model, meshes.context["context"])
     for module in list(policy.modules()):
-        if type(module).__name__ in layers or (module is embedding and not tied):
-            fully_shard(module, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
+        if type(module).__name__ in layers:
+            fully_shard(module, mesh=of_layers, mp_policy=precision)
+        elif module is embedding and not tied:
+            fully_shard(module, mesh=meshes.shard, mp_policy=precision)
+    if meshes.tensor is not None:  # the last norm sees the rows of the whole group, as layers do
+        outside = {embedding.weight} if tied else None
+        fully_shard(decoder_of(policy.model), mesh=of_layers, mp_policy=precision, ignored_params=outside)
+    fully_shard(policy, mesh=meshes.shard, reshard_after_forward=True, mp_policy=precision)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # losses have global denominators

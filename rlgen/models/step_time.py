@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapify, heapreplace
+from heapq import heapreplace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,8 +68,7 @@ def decoding_steps(tokens: Sequence[int], slots: int, waves: bool) -> int:
     """Returns how often an engine decodes until completions of these lengths are there."""
     if waves:
         return sum(max(tokens[start : start + slots]) for start in range(0, len(tokens), slots))
-    free = [0] * slots
-    heapify(free)
+    free = [0] * slots  # a heap
     for count in tokens:
         heapreplace(free, free[0] + count)
     return max(free)
@@ -77,9 +76,10 @@ def decoding_steps(tokens: Sequence[int], slots: int, waves: bool) -> int:
 
 def sampling(work: Work, rates: Rates, tokens: Sequence[int]) -> float:
     """Returns the seconds until the last engine has sampled its part."""
-    parts = [tokens[engine :: work.engines] for engine in range(work.engines)]
-    steps = [decoding_steps(part, work.slots, work.waves) for part in parts if part]
-    return max(rates.decode_step * most + rates.decode_token * sum(part) for most, part in zip(steps, parts, strict=False))
+    parts = [tokens[engine :: work.engines] for engine in range(min(work.engines, len(tokens)))]
+    return max(
+        rates.decode_step * decoding_steps(part, work.slots, work.waves) + rates.decode_token * sum(part) for part in parts
+    )
 
 
 def training(work: Work, rates: Rates, completion_tokens: float) -> float:

@@ -66,15 +66,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2": Architecture("biases of queries, keys, values", tied=True),
     "mistral": Architecture("window", tied=False, settings=WINDOW),
     "gemma3_text": Architecture(
-        "window, scaled embeddings, norms around", tied=True, settings={"query_pre_attn_scalar": 32, **WINDOW}
+        "window, scaled embeddings, norms before and after blocks", tied=True, settings={"query_pre_attn_scalar": 32, **WINDOW}
     ),
-    "olmo3": Architecture("window, norms after", tied=False, settings=WINDOW),
+    "olmo3": Architecture("window, norms after blocks", tied=False, settings=WINDOW),
     "smollm3": Architecture("layers without positions", tied=True),
     "ernie4_5": Architecture("interleaved rotation", tied=True),
-    "exaone4": Architecture("window, norms after", tied=False, settings=WINDOW),
-    "glm4": Architecture("norms around, half rotated", tied=False),
+    "exaone4": Architecture("window, norms after blocks", tied=False, settings=WINDOW),
+    "glm4": Architecture("norms before and after blocks, half rotated", tied=False),
     "phi3": Architecture("packed projections", tied=False),
-    "nemotron": Architecture("layer norms around one, squared ReLU", tied=False),
+    "nemotron": Architecture("layer norms that add one to the weight, squared ReLU", tied=False),
     "stablelm": Architecture("layer norms, quarter rotated", tied=False),
     "starcoder2": Architecture("layer norms, biases everywhere", tied=True),
     # Every head has its own key and value; vLLM reads num_key_value_heads, which the model itself ignores.
@@ -107,9 +107,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     # vLLM does not load the weights of tied heads of olmoe and glm4_moe.
     "olmoe": Architecture("8 experts", tied=False, settings={"num_experts": 8, "num_experts_per_tok": 2}, both=False),
     "granitemoe": Architecture(
-        "4 experts, scaled logits",
-        tied=True,
-        settings={"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 4.0},
+        "4 experts, scaled logits", tied=True, settings={"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 4.0}
     ),
     "glm4_moe": Architecture(
         "4 experts and a shared one, router with a correction bias, first layer dense",
@@ -122,11 +120,8 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 def names() -> list[str]:
     """Returns the full names of all tiny models, such as "qwen3-tied" and "qwen3-untied"."""
-    found = []
-    for base, architecture in ARCHITECTURES.items():
-        tyings = (True, False) if architecture.both else (architecture.tied,)
-        found += [f"{base}-{'tied' if tied else 'untied'}" for tied in tyings]
-    return found
+    tyings = {base: (True, False) if one.both else (one.tied,) for base, one in ARCHITECTURES.items()}
+    return [f"{base}-{'tied' if tied else 'untied'}" for base, allowed in tyings.items() for tied in allowed]
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -180,11 +175,7 @@ def parse_name(name: str) -> tuple[str, bool]:
 
 
 def build_tiny(name: str) -> Path:
-    """Returns the folder of the tiny model `name` (without "tiny:"); builds it on first use.
-
-    Raises:
-        SetupError: there is no such tiny model.
-    """
+    """Returns the folder of the tiny model `name` (without "tiny:"), built on first use. Raises SetupError if there is none."""
     base, tied = parse_name(name)
     tokenizer = byte_tokenizer()
     settings = {**SHAPE, **ARCHITECTURES[base].settings, "vocab_size": len(tokenizer), "tie_word_embeddings": tied}

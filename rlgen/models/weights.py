@@ -83,11 +83,9 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 def non_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
     """Returns the name of the first tensor with a non-finite value, or None. Of a sharded tensor, checks this process's shard."""
-    for name, tensor in tensors:
-        # torch has no norm for 8-bit floats
-        if tensor.is_floating_point() and tensor.itemsize > 1 and not all_finite([tensor]):
-            return name
-    return None
+    # torch has no norm for 8-bit floats
+    checked = ((name, tensor) for name, tensor in tensors if tensor.is_floating_point() and tensor.itemsize > 1)
+    return next((name for name, tensor in checked if not all_finite([tensor])), None)
 
 
 def bits(model: PreTrainedModel, processes: Processes) -> str:

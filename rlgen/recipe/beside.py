@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from rlgen.recipe.data import TASK_COLUMNS
-from rlgen.recipe.engines import ColocatedEngineRecipe, ServerEngineRecipe, TransformersEngineRecipe
+from rlgen.recipe.engines import ColocatedEngineRecipe, TransformersEngineRecipe
 from rlgen.recipe.models import ENVIRONMENT_REWARD, Recipe
+from rlgen.recipe.paths import named_functions
 from rlgen.recipe.rules import Finding, Findings, repeated
 from rlgen.recipe.trainers import GRPORecipe, OwnRecipe, PolicyRecipe, RLOORecipe
 
@@ -21,13 +22,7 @@ def beside(recipe: Recipe) -> Findings:
             yield Finding(path, what, hint)
 
 
-def _parallel(recipe: Recipe) -> bool:
-    """Returns whether several processes share one engine in the processes that train."""
-    return isinstance(recipe.engine, ColocatedEngineRecipe) and recipe.engine.tensor_parallel_size > 1
-
-
 def _tools(recipe: Recipe) -> Findings:
-    """Yields contradictions of the `tools` section."""
     labels = [tool.label for tool in recipe.tools]
     for index in repeated(labels):
         what, hint = f"two tools are called `{labels[index]}`", f"set tools.{index}.name to another name"
@@ -42,13 +37,7 @@ def _tools(recipe: Recipe) -> Findings:
 
 def _environment(recipe: Recipe) -> Findings:
     """Yields contradictions of the `environment` section, and what no conversation can be used with."""
-    listed = {"rewards": recipe.rewards, "eval.rewards": recipe.eval.rewards or [] if recipe.eval else []}
-    given = [
-        f"{section}.{place}.use"
-        for section, rewards in listed.items()
-        for place, reward in enumerate(rewards)
-        if reward.use == ENVIRONMENT_REWARD
-    ]
+    given = [f"{'.'.join(map(str, place))}.use" for place, use, _ in named_functions(recipe) if use == ENVIRONMENT_REWARD]
     if recipe.environment is None:
         what = "the reward environment adds up the rewards of an environment, but there is none"
         yield from (Finding(path, what, "add the section environment, or remove the reward") for path in given)
@@ -62,7 +51,7 @@ def _environment(recipe: Recipe) -> Findings:
         if recipe.task is not None and not (recipe.data.chat or recipe.data.system):
             what = "environment: the chat template puts observations between turns, but the prompts of a task are texts"
             yield Finding("environment", what, "set data.chat to true")
-    if recipe.talks and _parallel(recipe):
+    if recipe.talks and recipe.engine.callers > 1:
         who = "tools: each process that shares the engine would call every tool"
         who = who if recipe.tools else "environment: each process that shares the engine would lead every conversation"
         what = f"engine.tensor_parallel_size above 1 does not go with {who}"
@@ -79,7 +68,7 @@ def _own_rollout(recipe: Recipe) -> Findings:
         ("environment", recipe.environment is not None, "leads conversations itself, and so does an environment"),
         ("eval", recipe.eval is not None, differ),
         ("rollout.async_steps", recipe.rollout.async_steps > 0, early),
-        ("engine.tensor_parallel_size", _parallel(recipe), shared),
+        ("engine.tensor_parallel_size", recipe.engine.callers > 1, shared),
     )
     for path, meets, what in others:
         if meets and recipe.rollout.use is not None:
@@ -100,8 +89,8 @@ def _images(recipe: Recipe) -> Findings:
     engine, model = recipe.engine, recipe.model
     through_transformers = isinstance(engine, ColocatedEngineRecipe) and engine.model_impl == "transformers"
     untested = (
-        ("engine.kind server", isinstance(engine, ServerEngineRecipe), "set engine.kind to colocated or transformers"),
-        ("engine.tensor_parallel_size above 1", _parallel(recipe), "set it to 1"),
+        (f"engine.kind {engine.kind}", not engine.images, "set engine.kind to colocated or transformers"),
+        ("engine.tensor_parallel_size above 1", recipe.engine.callers > 1, "set it to 1"),
         ("engine.model_impl transformers", through_transformers, "remove it"),
         ("tools", bool(recipe.tools), "remove tools, or the column"),
         ("environment", recipe.environment is not None, "remove environment, or the column"),

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr
 
-from rlgen.recipe.fields import Count, Dtype, Strict, Text
+from rlgen.recipe.fields import Count, Dtype, Share, Strict, Text, Variable
 
 if TYPE_CHECKING:
     from rlgen.recipe.models import ModelRecipe, RolloutRecipe
@@ -16,6 +16,10 @@ class AnyEngineRecipe(Strict):
 
     starts: ClassVar[str]
     """What opening the engine takes, in words."""
+    images: ClassVar[bool] = False
+    """Whether prompts may have images."""
+    waves: ClassVar[bool] = False
+    """Whether all requests that are decoded together must end before others begin."""
 
     @property
     def memory(self) -> str:
@@ -49,13 +53,13 @@ class VllmRecipe(AnyEngineRecipe):
     dtype: Dtype | None = None
     """Dtype in which the engine computes. None: model.dtype."""
     max_model_len: Count | None = None
-    """Longest row, prompt and completion together. None: max_prompt_tokens + max_completion_tokens, the larger
-    sum of training and eval."""
+    """Longest row, prompt and completion together. None: max_prompt_tokens + max_completion_tokens, of
+    training or of eval, whichever sum is larger."""
     max_num_seqs: Annotated[StrictInt, Field(ge=1, le=65536)] = 256
     """Completions decoded at the same time."""
     kv_cache_gib: Annotated[float, Field(strict=True, gt=0, le=10000)] | None = None
     """Memory of the KV cache. None: on a CPU as much as needed, up to 4 GiB; on a GPU what gpu_memory_utilization leaves."""
-    gpu_memory_utilization: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
+    gpu_memory_utilization: Share | None = None
     """Share of the GPU for weights and KV cache. None: 0.45."""
     tensor_parallel_size: Annotated[StrictInt, Field(ge=1, le=1024)] = 1
     """GPUs that hold one copy of the engine's weights together."""
@@ -72,6 +76,7 @@ class VllmRecipe(AnyEngineRecipe):
 class ColocatedEngineRecipe(VllmRecipe):
     starts = "loading vLLM, and starting it in this process"
     memory: ClassVar[str] = "colocated"
+    images: ClassVar[bool] = True
     shares_cores: ClassVar[bool] = True
 
     kind: Literal["colocated"] = "colocated"
@@ -103,14 +108,30 @@ Devices = Annotated[
 ]
 
 
+class InFlightRecipe(Strict):
+    """What a weight sync does to requests that a server is answering. `true` and `false` stand for `allowed`."""
+
+    allowed: StrictBool = True
+    """Change the weights while a server answers requests (true), or after it has answered them (false)."""
+    recompute: StrictBool = True
+    """Compute the KV cache of running completions again with the new weights (true), or continue with the earlier one (false)."""
+
+    @classmethod
+    def read(cls, given: object) -> object:
+        return {"allowed": given} if isinstance(given, bool) else given
+
+
+InFlight = Annotated[InFlightRecipe, BeforeValidator(InFlightRecipe.read, json_schema_input_type=StrictBool | InFlightRecipe)]
+
+
 class ServerEngineRecipe(VllmRecipe):
     starts = "connecting to vLLM's server, or starting it"
 
     kind: Literal["server"]
     """server: vLLM in processes of its own, here or on other machines."""
     url: Text | Annotated[list[Text], Field(min_length=1, max_length=1000)] | None = None
-    """Addresses of running servers, started by `rlgen serve`. At each sync rlgen looks up file:///PATH (a file of addresses, or
-    the FOLDER of `rlgen serve --announce FOLDER`) and dns://NAME:PORT again."""
+    """Address of a running server (`rlgen serve`), or a list of addresses. Or a place that rlgen looks up again at each sync:
+    dns://NAME:PORT, or file:///PATH, where PATH is a file of addresses, or the folder of `rlgen serve --announce FOLDER`."""
     launch: StrictBool = False
     """Start the servers, restart one that dies, and stop them when the run ends."""
     servers: Annotated[StrictInt, Field(ge=1, le=1000)] = 1
@@ -119,7 +140,7 @@ class ServerEngineRecipe(VllmRecipe):
     """Address on which a launched server listens."""
     port: Annotated[StrictInt, Field(ge=1, le=65535)] | None = None
     """Port of the first launched server; the others have the next ones. None: free ports."""
-    token_env: Annotated[StrictStr, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] = "RLGEN_SERVER_TOKEN"
+    token_env: Variable = "RLGEN_SERVER_TOKEN"
     """Environment variable that holds the servers' token. If it is not set, a launched server gets a new token."""
     timeout: Annotated[float, Field(strict=True, gt=0, le=1e6)] = 600.0
     """A server that gives no answer for this many seconds counts as dead."""
@@ -135,9 +156,9 @@ class ServerEngineRecipe(VllmRecipe):
     """Folder that trainer and servers share, for weights. None: shared memory of this machine."""
     lora: Literal["merged", "adapter"] = "merged"
     """With model.lora: send all weights with the adapter merged in, or only the adapter, which servers merge."""
-    in_flight: StrictBool | None = None
+    in_flight: InFlight | None = None
     """With rollout.async_steps: change the weights while a server answers requests (true), or after it has answered them (false).
-    None: true if rollout.async_steps is 2 or more."""
+    None: true if rollout.async_steps is 2 or more. {recompute: false}: as true, but running requests keep their KV cache."""
 
     @property
     def memory(self) -> str:
@@ -183,6 +204,8 @@ RESERVED_ENGINE_ARGUMENTS = frozenset(
 class TransformersEngineRecipe(AnyEngineRecipe):
     starts = "loading the model again, to sample"
     memory: ClassVar[str] = "transformers"
+    images: ClassVar[bool] = True
+    waves: ClassVar[bool] = True
 
     kind: Literal["transformers"]
     """transformers: slow generation, but without vLLM."""

@@ -27,7 +27,6 @@ def data_of(settings: EvalRecipe, data: DataRecipe) -> DataRecipe:
 
 
 def eval_rewards(settings: EvalRecipe, rewards: list[RewardRecipe]) -> list[RewardRecipe]:
-    """Returns the rewards that score evaluations."""
     return settings.rewards if settings.rewards is not None else rewards
 
 

@@ -17,9 +17,12 @@ class Strict(BaseModel):
 
 
 Text = Annotated[StrictStr, Field(min_length=1, max_length=4096)]
+Variable = Annotated[StrictStr, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]  # of the environment
 Count = Annotated[StrictInt, Field(ge=1, le=10**9)]
 Scalar = StrictBool | StrictInt | Annotated[float, Field(strict=True)] | StrictStr
 Number = Annotated[float, Field(strict=True, ge=-1e6, le=1e6)]
+Share = Annotated[float, Field(strict=True, gt=0, le=1)]
+Seconds = Annotated[float, Field(strict=True, ge=0.01, le=86400)]
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -51,4 +54,12 @@ def is_moment(text: str) -> str:
     return text
 
 
+def samples_or_greedy(temperature: float) -> float:
+    """Returns the temperature. Raises ValueError between 0 and 0.01."""
+    if 0 < temperature < 0.01:
+        raise ValueError("must be 0.01 or more: below it, rounding decides what is sampled")
+    return temperature
+
+
 Moment = Annotated[StrictStr, Field(max_length=100), AfterValidator(is_moment)]
+Temperature = Annotated[float, Field(strict=True, ge=0, le=2.0), AfterValidator(samples_or_greedy)]

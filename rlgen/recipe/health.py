@@ -50,12 +50,11 @@ class HealthRecipe(Strict):
     sampler_kl: HealthRule = HealthRule(threshold=0.015, steps=20)
     """The KL between engine and trainer, in nats a token, is above the threshold."""
     ess: HealthRule = HealthRule(threshold=0.3, steps=5)
-    """The effective share of the samples is below the threshold. It is computed from the uncapped ratios of trainer to engine."""
+    """The effective sample size as a share, from uncapped ratios of trainer to engine, is below the threshold."""
 
     @model_validator(mode="before")
     @classmethod
     def fill(cls, data: Any) -> Any:
-        """Fills in the defaults of rules that the recipe sets only in part."""
         if not isinstance(data, dict):
             return data
         defaults = {name: field.default for name, field in cls.model_fields.items()}

@@ -4,16 +4,13 @@ from typing import get_args
 
 from rlgen.recipe.trainers import GRPORecipe
 
-# Keys of earlier versions: "trainer.old": "renamed to `new` in version 0.2.0". None so far. A list index is written `*`.
-RENAMED: dict[str, str] = {}
-
 
 def by_word(answers: dict[str, str]) -> dict[str, str]:
     """Returns the answer to each word: {"renamed": "old older"} -> {"old": "renamed", "older": "renamed"}."""
     return {word: answer for answer, words in answers.items() for word in words.split()}
 
 
-# Answer -> the keys of other tools, in a certain place, that get it.
+# Answer -> the keys of other tools or earlier versions, in a certain place, that get it. A list index is written `*`.
 REFUSED = by_word(
     {
         "rlgen runs no code of a model's repository; take a model whose architecture transformers has": "model.trust_remote_code",
@@ -29,7 +26,6 @@ REFUSED = by_word(
         "rlgen uses no dropout: the trainer must score exactly what the engine sampled": "model.lora.dropout",
         "did you mean `rank`?": "model.lora.r",
         "did you mean `alpha`?": "model.lora.lora_alpha",
-        "did you mean `targets`?": "model.lora.target_modules",
         "remove it: an adapter has no bias, and is of a language model": "model.lora.bias model.lora.task_type",
         "set model.quantization to nf4, with model.lora": "model.load_in_4bit",
         "set model.quantization to int8, with model.lora": "model.load_in_8bit",
@@ -44,10 +40,11 @@ REFUSED = by_word(
         "an engine of this kind has no server; set engine.kind to server": "engine.url",
         "a recipe holds no secrets: engine.token_env names the environment variable that holds the token": "engine.api_key",
         "did you mean `every`?": "eval.steps",
-        "the trainer splits no layer or sequence over processes; `strategy: fsdp` divides weights, and `experts` their experts": (
-            "processes.tensor processes.tensor_parallel_size processes.tp_size processes.context processes.context_parallel_size"
-            " processes.cp_size processes.sequence_parallel_size processes.pipeline_parallel_size processes.pp_size"
+        "no process computes layers alone; `tensor` splits each layer, and `strategy: fsdp` divides weights": (
+            "processes.pipeline_parallel_size processes.pp_size"
         ),
+        "did you mean `context`?": "processes.context_parallel_size processes.cp_size processes.sequence_parallel_size",
+        "did you mean `tensor`?": "processes.tensor_parallel_size processes.tp_size processes.tensor_parallel processes.tp",
         "did you mean `experts`?": "processes.expert_parallel_size processes.ep_size processes.expert_parallel",
         "did you mean `group_size`?": "eval.n",
         "pass@k is computed for each power of two up to `group_size`": "eval.k",

@@ -36,6 +36,8 @@ def _of_sections(recipe: Recipe) -> Iterator[Inert]:
         yield "sentinel: probe_every", why, REMOVE
         if isinstance(recipe.engine, ServerEngineRecipe):
             yield "engine: in_flight", why, REMOVE
+    elif not recipe.in_flight:
+        yield "engine.in_flight: recompute", "when weights change only between requests", REMOVE
     if not recipe.tools:
         yield "data: tool_format", "without tools", "remove it, or add tools"
     if not recipe.talks:
@@ -49,17 +51,19 @@ def _of_sections(recipe: Recipe) -> Iterator[Inert]:
         yield "data: template_args chat_template", why, "remove it, or set data.chat to true"
     if recipe.processes.strategy == "ddp":
         why = "with processes.strategy ddp: each process holds all weights, and sends gradients once"
-        yield "processes: shard experts defer_sync", why, "remove it, or set processes.strategy to fsdp"
+        yield "processes: shard experts tensor context defer_sync", why, "remove it, or set processes.strategy to fsdp"
     if not recipe.rollouts.every:
         places = " ".join(f"{place}.samples" for place in range(len(recipe.sinks)))
         why = "with rollouts.every 0: tables show the rollouts that are written"
         yield f"sinks: {places}", why, "remove it, or set rollouts.every to 1 or more"
+    if not model.gradient_checkpointing:
+        why = "without model.gradient_checkpointing: layers then keep all of their tensors"
+        yield "model: offload_activations", why, "remove it, or set model.gradient_checkpointing to true"
     if model.path.startswith("tiny:") or is_local_model(model.path):
         yield "model: revision", ": model.path is not a hub id", REMOVE
 
 
 def _in_engine(recipe: Recipe) -> Iterator[Inert]:
-    """Yields the fields without effect of an engine on servers."""
     engine = recipe.engine
     if not isinstance(engine, ServerEngineRecipe):
         return

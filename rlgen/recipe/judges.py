@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, StrictBool, StrictInt, StrictStr, model_validator
 
-from rlgen.recipe.fields import Count, Dtype, Number, Strict, Text
+from rlgen.recipe.fields import Count, Dtype, Number, Seconds, Strict, Text, Variable
 from rlgen.recipe.models import RewardRecipe
 from rlgen.redact import SECRET_VARIABLE
 
@@ -82,7 +82,7 @@ class RewardModelArgs(ModelRewardArgs):
     chat: StrictBool | None = None
     """true: apply the reward model's chat template. false: pass what the policy sees. None: true if prompts are chats."""
     max_tokens: Count | None = None
-    """Longest row, prompt and completion together. None: the positions of the model."""
+    """Longest row (prompt and completion), in tokens. None: the longest that the model takes."""
     overlong: Literal["error", "truncate"] = "error"
     """If a row is too long: fail the call (error), or cut off its start, count it and note it in logs/rewards.log (truncate)."""
     batch_tokens: Count = 16384
@@ -96,11 +96,11 @@ class JudgeArgs(ModelRewardArgs):
     """Address of an OpenAI-compatible API, without /chat/completions."""
     model: Text
     """Name of the model at that address."""
-    key_env: Annotated[StrictStr, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), AfterValidator(is_secret_variable)] | None = None
+    key_env: Annotated[Variable, AfterValidator(is_secret_variable)] | None = None
     """Environment variable that holds the key. None: no key is sent."""
     prompt: LongText | None = None
     """The question, with {prompt}, {completion} and columns of the data in braces; if pairwise, {first} and {second} instead of
-    {completion}. None: the default question, which asks for 0 to 10 or for the better answer."""
+    {completion}. None: the default question, which asks for a score from 0 to 10, or for the better answer if pairwise."""
     prompt_file: Text | None = None
     """File with the question, instead of `prompt`."""
     system: LongText | None = None
@@ -119,7 +119,7 @@ class JudgeArgs(ModelRewardArgs):
     """Further keys of each request, such as reasoning_effort; null removes one that is sent by default, such as temperature."""
     concurrency: Annotated[StrictInt, Field(ge=1, le=10_000)] = 32
     """Most requests at once, for each training process."""
-    request_timeout: Annotated[float, Field(strict=True, ge=0.01, le=86400)] | None = None
+    request_timeout: Seconds | None = None
     """Seconds that one request may take; then it is sent again. None: the entry's `timeout`, which covers all retries."""
     retries: Annotated[StrictInt, Field(ge=0, le=100)] = 5
     """How often a request is sent again after 408, 409, 425, 429, 5xx, a lost connection or its timeout, with growing pauses."""

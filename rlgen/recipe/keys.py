@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from rlgen.recipe.engines import RESERVED_ENGINE_ARGUMENTS
 from rlgen.recipe.health import HealthRule
-from rlgen.recipe.hints import OTHER_TOOLS, REFUSED, REFUSED_BY_KIND, RENAMED
+from rlgen.recipe.hints import OTHER_TOOLS, REFUSED, REFUSED_BY_KIND
 from rlgen.recipe.models import BUILT_IN_REWARDS, Recipe
 from rlgen.recipe.trl import OPTIONS
 
@@ -76,8 +76,7 @@ def advice(name: str, general: str, kind: str, allowed: list[str]) -> str | None
         allowed: the keys of its section.
     """
     section, _, key = general.rpartition(".")
-    reason = REFUSED_BY_KIND.get(kind, {}).get(name) or RENAMED.get(general) or REFUSED.get(general)
-    if reason:
+    if reason := REFUSED_BY_KIND.get(kind, {}).get(name) or REFUSED.get(general):
         return reason
     if key in OPTIONS:
         return OPTIONS[key].hint

@@ -23,7 +23,7 @@ from rlgen.recipe.models import BUILT_IN_ENVIRONMENTS, BUILT_IN_REWARDS, Recipe
 from rlgen.recipe.paths import absolute_paths, outside
 from rlgen.recipe.rules import Finding, contradictions, notices, warnings
 from rlgen.recipe.sizes import FOLLOWING, is_written
-from rlgen.recipe.source import MAX_PROBLEMS, MORE, apply_overrides, in_order, rank, read_source, rename, secrets_in
+from rlgen.recipe.source import MAX_PROBLEMS, MORE, apply_overrides, in_order, rank, read_source, rename, secrets_in, section_kind
 
 SINGLE = ("environment", "rollout", "trainer")  # sections that are one function instead of a list
 # Built-in names by section; sections that are not listed have those of rewards.
@@ -68,7 +68,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), resolved: bool = Fals
     _fill(data, path)
 
     def where(loc: yaml.Path) -> str:
-        return yaml.place_of(places, loc) or str(path)
+        inside = (at for place, at in places.items() if loc and place[: len(loc)] == loc)  # overrides that made it
+        return yaml.place_of(places, loc) or next(inside, str(path))
 
     recipe: Recipe | None = None
     try:
@@ -120,10 +121,9 @@ def _fill(data: dict[str, Any], path: Path) -> None:
     run = data.setdefault("run", {})
     if isinstance(run, dict) and "name" not in run:
         run["name"] = re.sub(r"[^A-Za-z0-9._-]", "-", path.stem).lstrip("._-") or "run"
-    for section, variant in UNIONS.items():
+    for section in UNIONS:
         if isinstance(data.get(section), dict):
-            own = section == "trainer" and "use" in data[section]
-            data[section].setdefault("kind", "own" if own else variant.model_fields["kind"].default)
+            data[section].setdefault("kind", section_kind(section, data[section]))
 
 
 def _findings(recipe: Recipe, given: dict[yaml.Path, str]) -> list[Finding]:
@@ -145,7 +145,6 @@ class _Names:
     where: yaml.Where
 
     def problems(self) -> list[Problem]:
-        """Returns what is wrong with names and options anywhere in the recipe."""
         data = self.data
         training, held = (data[name] if isinstance(data.get(name), dict) else {} for name in ("data", "eval"))
         found = self._of_task(training.get("source"), training.get("options", {}), "data")

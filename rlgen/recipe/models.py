@@ -6,11 +6,11 @@ It does not import torch, so that `rlgen --help` and `rlgen validate` answer at 
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, StrictBool, StrictInt, StrictStr
+from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from rlgen.recipe.data import ColumnsRecipe, DataRecipe
 from rlgen.recipe.engines import ColocatedEngineRecipe, EngineNeeds, EngineRecipe, ServerEngineRecipe, VllmRecipe
-from rlgen.recipe.fields import Count, Dtype, Moment, Number, Strict, Text
+from rlgen.recipe.fields import Count, Dtype, Moment, Number, Seconds, Share, Strict, Temperature, Text
 from rlgen.recipe.health import HealthRecipe
 from rlgen.recipe.sinks import SinkRecipe
 from rlgen.recipe.trainers import GRPORecipe, TrainerRecipe
@@ -33,10 +33,10 @@ class RunRecipe(Strict):
     deterministic: StrictBool = False
     """Train with torch's deterministic kernels, which give the same bits each time."""
     must_save_by: Moment | None = None
-    """Save and stop (exit 75) before this: a time with its zone, or a duration from the start of each attempt such as 3h50m.
+    """Save and stop (exit 75) before this: a time with its zone, or a duration such as 3h50m from each start or resume.
 
-    For update, sync and save rlgen reserves 1.25 times the longest time of this attempt, plus 2 s. Before the first step it knows
-    no duration. One process breaks off sampling in time; several processes finish sampling first.
+    rlgen starts no step that would end too late. It reserves 1.25 times the longest step and save so far, plus 2 s. Before the
+    first step nothing is measured. If time ends during sampling, a run of one process stops at once, one of several after it.
     """
 
 
@@ -53,20 +53,22 @@ class LoraRecipe(Strict):
 
 class ModelRecipe(Strict):
     path: Text
-    """Hub id, folder, or tiny:NAME."""
+    """Hub id, folder, or tiny:NAME: a tiny random model for tests, such as tiny:qwen3."""
     revision: Text | None = None
     """Branch, tag or commit of a hub id."""
     dtype: Dtype = "bfloat16"
     """Dtype of the forward pass. Trained weights are always float32."""
     dither: StrictBool | None = None
-    """In bfloat16: begin with each trained weight at random among the float32 numbers that round to it, so that small updates
-    count from the first step on. None: yes."""
+    """In bfloat16: begin each trained float32 weight at a random number among those that round to the loaded one. So small
+    updates count from the first step on. None: true, unless lora is set."""
     fp32_head: StrictBool = True
     """Compute logits in float32, whatever the dtype is, in trainer and engine."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """Attention of the trainer."""
     gradient_checkpointing: StrictBool = False
     """Compute activations again in the backward pass instead of keeping them."""
+    offload_activations: StrictBool = False
+    """With gradient_checkpointing: hold the inputs of layers in the machine's memory, not on the GPU, until the backward pass."""
     compile: StrictBool = False
     """Compile the layers of the trainer's model (`torch.compile`), when the run begins."""
     lora: LoraRecipe | None = None
@@ -74,8 +76,8 @@ class ModelRecipe(Strict):
     quantization: Literal["nf4", "int8"] | None = None
     """Hold the frozen weights under an adapter in 4 or 8 bits (bitsandbytes, GPU only). None: in `dtype`."""
     route_replay: StrictBool | None = None
-    """Compute each token by the experts that computed it in the engine, of a mixture of experts. None: where the engine returns
-    them; see `rlgen docs sampling`."""
+    """Mixture of experts: the trainer sends each token to the experts that the engine chose. None: true if the engine returns its
+    choice; see `rlgen docs sampling`."""
     train_vision: StrictBool = False
     """With data.columns.images: also train the vision tower and the projector. false: train the language model alone."""
 
@@ -85,19 +87,20 @@ BUILT_IN_REWARDS = ("exact_match", "numeric_match", "regex_match", "length", "ov
 
 class RewardRecipe(Strict):
     use: Text
-    """Built-in name, reward_model, judge, file.py:function, or pkg.mod:function."""
+    """Built-in name (see `rlgen docs rewards`), reward_model, judge, file.py:function, or pkg.mod:function."""
     weight: Number = 1.0
     """Factor of this reward in the sum of the rewards."""
     name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
     """Name in metrics and rollouts. Default: the function's name."""
     args: dict[StrictStr, Any] = {}
     """Further arguments of the function, by name; for reward_model and judge their settings, see `rlgen docs judges`."""
-    timeout: Annotated[float, Field(strict=True, ge=0.01, le=86400)] = 30.0
+    timeout: Seconds = 30.0
     """Seconds that a call may take; then its process is killed."""
     on_error: Literal["fail", "skip", "zero"] = "fail"
-    """After a call that raises, hangs, dies or returns no number: end the run, leave the sample out, or make it a reward of 0."""
+    """If a call raises, hangs, dies or returns no number: fail ends the run, skip leaves out its samples, zero gives them 0."""
     max_error_fraction: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.05
-    """The run ends if a larger share of a step's calls fails in a process. The allowed number is rounded up."""
+    """With on_error skip or zero: the run ends if more than this share of the reward's calls fails in a step, counted in each
+    training process. The allowed number is rounded up."""
 
     @property
     def label(self) -> str:
@@ -112,7 +115,7 @@ class ToolRecipe(Strict):
     """Name by which the model calls it. Default: the function's name."""
     args: dict[StrictStr, Any] = {}
     """Arguments that the model neither sees nor sets, by name."""
-    timeout: Annotated[float, Field(strict=True, ge=0.01, le=86400)] = 10.0
+    timeout: Seconds = 10.0
     """Seconds that a call may take; then its process is killed, and the answer says so."""
     max_output_tokens: Annotated[StrictInt, Field(ge=16, le=10**6)] = 512
     """Longest answer; a longer one is cut, with a mark. An answer may take at most half of the completion's remaining tokens."""
@@ -135,7 +138,7 @@ class EnvironmentRecipe(Strict):
     """Built-in name, file.py:Class, or pkg.mod:Class; see `rlgen docs environments`."""
     args: dict[StrictStr, Any] = {}
     """Arguments of the class, by name. Each conversation gets an object of its own."""
-    timeout: Annotated[float, Field(strict=True, ge=0.01, le=86400)] = 10.0
+    timeout: Seconds = 10.0
     """Seconds that an answer may take. After that the conversation ends, and its reward `environment` counts as failed."""
     max_output_tokens: Annotated[StrictInt, Field(ge=16, le=10**6)] = 512
     """Longest observation; a longer one is cut, with a mark. It may take at most half of the completion's remaining tokens."""
@@ -147,24 +150,14 @@ class ScoringRecipe(Strict):
     """Settings of the processes that run rewards, tools and environments."""
 
     workers: Annotated[StrictInt, Field(ge=1, le=1024)] | None = None
-    """Most processes. rlgen starts another one if calls wait. None: one for each core, at most 8."""
+    """Largest number of reward processes for each training process; one more starts when calls wait, up to that. Tools or
+    an environment have the same number of their own. None: the machine's cores divided by its training processes, at most 8."""
     memory_gib: Annotated[float, Field(strict=True, ge=0.25, le=10000)] = 4.0
-    """Most memory of each process."""
+    """Memory limit of each of these processes, in GiB."""
     import_timeout: Annotated[float, Field(strict=True, ge=0.1, le=86400)] = 60.0
     """Seconds that the imports of the functions may take."""
     concurrency: Annotated[StrictInt, Field(ge=1, le=10_000)] = 64
-    """Most async reward calls at once, in each training process. This also limits the concurrent requests to a judge."""
-
-
-def samples_or_greedy(temperature: float) -> float:
-    """Returns the temperature. Raises ValueError between 0 and 0.01."""
-    if 0 < temperature < 0.01:
-        raise ValueError("must be 0.01 or more: below it, rounding decides what is sampled")
-    return temperature
-
-
-Share = Annotated[float, Field(strict=True, gt=0, le=1)]
-Temperature = Annotated[float, Field(strict=True, ge=0, le=2.0), AfterValidator(samples_or_greedy)]
+    """Largest number of async reward calls at once, in each training process. A judge has its own `args.concurrency`."""
 
 
 class RolloutRecipe(Strict):
@@ -176,15 +169,15 @@ class RolloutRecipe(Strict):
     """Longest completion, with all its turns and replies; sampling stops there. The default becomes smaller if the model has
     fewer positions."""
     max_turns: Annotated[StrictInt, Field(ge=1, le=1000)] = 8
-    """Most turns of the model in a conversation. If the last turn calls a tool, or the environment is not done, the completion
+    """Limit on the model's turns in a conversation. If the last turn calls a tool, or the environment is not done, the completion
     counts as truncated."""
-    reply_timeout: Annotated[float, Field(strict=True, ge=0.01, le=86400)] = 600.0
+    reply_timeout: Seconds = 600.0
     """Seconds that the reply to a turn may take, including the wait for a free process; then the completion is truncated."""
     use: Text | None = None
     """file.py:function, or pkg.mod:function. It replaces rlgen's own requests to the engine, see `rlgen docs rollouts`. None:
     rlgen sends each prompt as it is."""
     temperature: Temperature = 1.0
-    """Sampling temperature, 0.01 or more. 0 is greedy; no trainer learns from greedy samples."""
+    """Sampling temperature, 0.01 or more. 0 (greedy) is refused: all completions of a prompt would be equal."""
     top_p: Share = 1.0
     """Sample only from the most probable tokens that together reach this probability. With top_p, top_k or min_p, engine and
     trainer both compute log-probs over the kept tokens; see `rlgen docs sampling`."""
@@ -197,10 +190,10 @@ class RolloutRecipe(Strict):
     stop_token_ids: Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(max_length=64)] = []
     """Ids that end a completion, besides the end token. They stay in the completion."""
     async_steps: Annotated[StrictInt, Field(ge=0, le=64)] = 0
-    """Steps that the engine samples ahead of the trainer. 1: it samples with weights one version old. 2 or more: its weights
-    change while it samples."""
+    """Steps that the engine samples ahead of the trainer; needs engine.kind server. Each step makes one version of the weights.
+    1: the engine samples with weights one version old. 2 or more: its weights change while it samples."""
     max_staleness: Annotated[StrictInt, Field(ge=1, le=100)] | None = None
-    """Largest age of a sample's oldest token, in versions. Older samples are dropped and counted. None: rollout.async_steps."""
+    """Age limit of a sample's oldest token, in versions. Older samples are dropped and counted. None: rollout.async_steps."""
     dynamic_sampling: Annotated[StrictInt, Field(ge=0, le=100)] = 0
     """Rounds in which a step may sample more prompts. They replace groups whose rewards are all equal."""
     stream: StrictBool = False
@@ -222,7 +215,7 @@ class EvalRecipe(Strict):
     columns: ColumnsRecipe | None = None
     """Columns that hold prompts and answers. They replace all of data.columns. None: data.columns."""
     options: dict[StrictStr, Any] | None = None
-    """Parameters of a task: source. None: data.options, if the task is that of data."""
+    """Settings of the built-in task, with a source task:NAME. None: data.options, if the task is that of data."""
     limit: Count | None = None
     """Use the first rows only."""
     max_prompt_tokens: Count | None = None
@@ -250,6 +243,8 @@ class EvalRecipe(Strict):
 class OptimRecipe(Strict):
     kind: Literal["adamw", "adamw_8bit"] = "adamw"
     """AdamW by torch, or with moments of 8 bits by bitsandbytes: 2 bytes a trained weight instead of 8."""
+    offload: StrictBool = False
+    """Hold the moments in the machine's memory, and on the GPU only during an optimizer step."""
     learning_rate: Annotated[float, Field(strict=True, gt=0, le=10)] = 1e-6
     """Learning rate of AdamW after the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -261,13 +256,13 @@ class OptimRecipe(Strict):
     max_grad_norm: Annotated[float, Field(strict=True, gt=0, le=1e6)] = 1.0
     """Gradients with a larger norm are scaled down to this norm."""
     micro_batch_tokens: Count = 16384
-    """Most tokens that go through the model together, padding included. Changes memory and speed, never the result. The default
-    grows to the longest row."""
+    """Limit on tokens that go through the model together, padding included. Changes memory and speed, never the result. The
+    default grows to the longest row."""
     packing: StrictBool | None = None
     """Lay the rows of a micro-batch end to end, without padding, and compute a group's prompt once. The result is the same. None:
     true if it is faster (on the CPU, and in bfloat16 on a GPU) and the model allows it."""
     max_nonfinite: Annotated[StrictInt, Field(ge=0, le=10**6)] = 3
-    """Most steps in a row that may skip their update because a number is not finite. One more ends the run."""
+    """How many steps in a row may skip their update because a number is not finite. One more ends the run."""
 
 
 class CheckpointRecipe(Strict):
@@ -288,14 +283,15 @@ class RolloutsRecipe(Strict):
 
 class SentinelRecipe(Strict):
     max_delta: Annotated[float, Field(strict=True, gt=0, le=100)] | None = None
-    """Bound of the gap between engine and trainer at any sampled token, in nats. If neither bound is set, both are measured."""
+    """Largest allowed gap between the log-probs of engine and trainer at a sampled token, in nats. If neither this nor mean_delta
+    is set, rlgen measures bounds of its own, for the mean and the RMS of the gap."""
     mean_delta: Annotated[float, Field(strict=True, gt=0, le=100)] | None = None
-    """Bound of the mean gap between engine and trainer, in nats."""
+    """Largest allowed mean of this gap over a batch, in nats."""
     on_drift: Literal["warn", "stop", "checkpoint_and_stop"] = "checkpoint_and_stop"
     """If a batch exceeds a bound: warn and train on, stop, or save a checkpoint and stop."""
     probe_every: Count = 10
-    """Syncs between two checks, with rollout.async_steps. No batch is then sampled with the current weights, so a check samples a
-    few completions with them."""
+    """With rollout.async_steps: syncs between two checks. No batch is then sampled with the current weights, so a check samples
+    a few completions with them."""
 
 
 class ProcessesRecipe(Strict):
@@ -305,15 +301,22 @@ class ProcessesRecipe(Strict):
     """fsdp: number of processes that divide the weights, such as those of one machine. They are neighbouring ranks. Each further
     group of as many processes holds the same shards. None: all processes."""
     experts: Count | None = None
-    """fsdp: number of processes that divide the experts of each layer (expert parallelism). Tokens are sent to their experts and
-    back, instead of the experts to all processes. None: nobody divides them."""
+    """fsdp: number of processes that divide the experts of each layer (expert parallelism). None: nobody divides them."""
+    tensor: Count | None = None
+    """fsdp: number of processes that split each layer and compute it together (tensor parallelism). None: nobody splits them."""
+    context: Count | None = None
+    """fsdp: number of processes that share out the tokens of their rows (context parallelism). None: nobody shares them."""
     defer_sync: bool = False
-    """fsdp: send gradients once, after the last micro-batch of an update, instead of after each one. This sends less. It takes 4
-    bytes more for each parameter, because each process adds up whole gradients."""
+    """fsdp: send gradients once an update, not after each micro-batch. This takes 4 bytes more for each parameter."""
     count: Count | None = None
     """Processes that must run; torchrun or accelerate starts them. None: any number."""
     timeout: Annotated[float, Field(strict=True, ge=1, le=86400)] = 600.0
     """If a process gives no sign of life for this many seconds, all processes end."""
+
+    @property
+    def sharing(self) -> int:
+        """Returns how many processes share out a micro-batch. It may have as many times optim.micro_batch_tokens."""
+        return self.context or 1
 
 
 class ClusterRecipe(Strict):
@@ -377,7 +380,6 @@ class Recipe(Strict):
 
     @property
     def run_path(self) -> Path:
-        """Returns the run's directory: run.dir/run.name."""
         return Path(self.run.dir).expanduser() / self.run.name
 
     @property
@@ -393,7 +395,6 @@ class Recipe(Strict):
 
     @property
     def samples_per_step(self) -> int:
-        """Returns the number of completions of a step: prompts times group size."""
         return self.rollout.prompts_per_step * self.rollout.group_size
 
     @property
@@ -407,7 +408,7 @@ class Recipe(Strict):
         """Returns whether weights change under requests that are being answered."""
         if not isinstance(self.engine, ServerEngineRecipe):
             return False
-        return self.rollout.async_steps > 1 if self.engine.in_flight is None else self.engine.in_flight
+        return self.rollout.async_steps > 1 if self.engine.in_flight is None else self.engine.in_flight.allowed
 
     @property
     def max_row_tokens(self) -> int:
@@ -435,6 +436,7 @@ class Recipe(Strict):
             row_tokens=self.engine_row_tokens,
             images=self.data.columns.images is not None,
             in_flight=self.in_flight,
+            experts=self.model.route_replay is True,
         )
 
     @property

@@ -1,6 +1,7 @@
 """Makes the paths of a recipe absolute: those of local inputs start at the folder of the file that names them."""
 
 import errno
+import glob
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -25,14 +26,18 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 def absolute_paths(recipe: Recipe, path: Path, where: yaml.Where) -> tuple[Recipe, list[Problem]]:
     """Makes the paths of local inputs absolute; they start at the folder of the recipe file that names them."""
     problems = impossible_run_path(recipe, where)
-    for loc, text, always in _local_inputs(recipe):
+    for loc, text, always in local_inputs(recipe):
         told = where(loc)
         folder = (path if told.startswith("--set") else Path(file_of(told))).resolve().parent
         file, colon, function = text.rpartition(":") if loc[-1] == "use" else (text, "", "")
         try:
             place = (folder / Path(file).expanduser()).resolve()
             place.exists()  # raises if the text cannot be a path
+            if loc[-1] == "source" and not place.exists() and any(one in file for one in "*?["):
+                place = (Path(glob.escape(str(folder))) / Path(file).expanduser()).resolve()  # the folder itself is no glob
             if always or (folder / file).is_dir():
+                if yaml.NO_TEXT.search(str(place)):  # the run's copy of the recipe is UTF-8
+                    raise RuntimeError("a folder above it has a name that is not UTF-8; rename that folder")
                 recipe = _with(recipe, loc, f"{place}{colon}{function}")
         except (OSError, RuntimeError) as error:  # too long, or ~ of an unknown user
             what = f"{quoted(file)} is not a path: {getattr(error, 'strerror', None) or error}"
@@ -48,7 +53,7 @@ def absolute_paths(recipe: Recipe, path: Path, where: yaml.Where) -> tuple[Recip
     return recipe, problems
 
 
-def _local_inputs(recipe: Recipe) -> Iterator[tuple[yaml.Path, str, bool]]:
+def local_inputs(recipe: Recipe) -> Iterator[tuple[yaml.Path, str, bool]]:
     """Yields the place and the text of each local input; False: it is one only if there is a folder of that name."""
     if not recipe.model.path.startswith("tiny:"):
         yield ("model", "path"), recipe.model.path, is_local_model(recipe.model.path)
@@ -110,16 +115,21 @@ def impossible_run_path(recipe: Recipe, where: yaml.Where) -> list[Problem]:
 def like(path: str) -> str | None:
     """Returns a hint with the file or folder beside a missing path that has the most similar name; None if none is similar."""
     missing = Path(path)
-    if any(character in path for character in "*?["):
-        return None
     while not missing.parent.is_dir():  # the innermost folder that exists
         missing = missing.parent
+    if any(character in missing.name for character in "*?["):
+        return None
     try:
         names = [entry.name for entry in missing.parent.iterdir()]
     except OSError:
         return None
     close = get_close_matches(missing.name, names, n=1)
     return f"did you mean `{missing.parent / close[0]}`?" if close else None
+
+
+def matches(source: str) -> list[str]:
+    """Returns the file or folder of exactly this path, or what the path matches as a glob."""
+    return [source] if os.path.exists(source) else glob.glob(source, recursive=True)
 
 
 def outside(recipe: Recipe, folder: Path) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from rlgen.recipe.data import TASKS
-from rlgen.recipe.engines import RESERVED_ENGINE_ARGUMENTS, ColocatedEngineRecipe, ServerEngineRecipe, VllmRecipe
+from rlgen.recipe.engines import RESERVED_ENGINE_ARGUMENTS, ServerEngineRecipe, VllmRecipe
 from rlgen.recipe.evaluation import data_of, eval_rewards
 from rlgen.recipe.judges import pairwise_places
 from rlgen.recipe.models import Recipe, RewardRecipe
@@ -43,7 +43,7 @@ def is_local_model(path: str) -> bool:
     return path.startswith(("/", "./", "../", "~")) or path.count("/") > 1  # a name of the hub has one slash at most
 
 
-def repeated(names: Sequence[str]) -> list[int]:
+def repeated(names: Sequence[object]) -> list[int]:
     """Returns the indices of the names that stand further in front, too."""
     return [index for index, name in enumerate(names) if name in names[:index]]
 
@@ -62,11 +62,14 @@ def contradictions(recipe: Recipe) -> list[Finding]:
 def no_routes(recipe: Recipe) -> str | None:
     """Returns why the recipe alone rules out that the trainer replays the experts of the engine; None: it does not."""
     engine, rollout = recipe.engine, recipe.rollout
-    if not isinstance(engine, ColocatedEngineRecipe):
-        return f"an engine of kind {engine.kind} does not return the experts of a token: one of kind colocated does"
+    if not isinstance(engine, VllmRecipe):
+        return f"an engine of kind {engine.kind} does not return the experts of a token; engines with vLLM do"
+    if isinstance(engine, ServerEngineRecipe) and not (engine.launch or recipe.model.route_replay):
+        return "servers that were started before return the experts of a token only if all recipes set model.route_replay to true"
     used = {
         "engine.tensor_parallel_size": engine.tensor_parallel_size > 1,
-        "engine.structured_regex": engine.structured_regex is not None,
+        "engine.structured_regex": recipe.structured_regex is not None,
+        "engine.in_flight": recipe.in_flight,
         "rollout.use": rollout.use is not None,
         "data.columns.images": recipe.data.columns.images is not None,
         "model.compile": recipe.model.compile,
@@ -108,6 +111,7 @@ def _sampling(recipe: Recipe) -> Findings:
 def _sizes(recipe: Recipe) -> Findings:
     """Yields numbers that contradict each other: of tokens, written rollouts, steps, and the rows of a task."""
     (longest, adds_up), optim, steps = least_row(recipe), recipe.optim, recipe.run.steps
+    longest = -(-longest // recipe.processes.sharing)
     if is_written(recipe, "optim.micro_batch_tokens") and optim.micro_batch_tokens < longest:
         what = f"optim.micro_batch_tokens is {optim.micro_batch_tokens}: the longest row would not fit, {adds_up}"
         yield Finding("optim.micro_batch_tokens", what, f"set optim.micro_batch_tokens to {longest} or more")
@@ -131,14 +135,13 @@ def _sizes(recipe: Recipe) -> Findings:
 
 
 def _async_steps(recipe: Recipe) -> Findings:
-    """Yields contradictions of `rollout.async_steps`."""
     rollout, engine, path = recipe.rollout, recipe.engine, "rollout.async_steps"
     if not rollout.async_steps:
         return
     if not isinstance(engine, ServerEngineRecipe):
         what = f"{path} samples while a step trains, but an engine of kind {engine.kind} cannot do both"
         yield Finding(path, what, "set engine.kind to server, or remove it")
-    elif rollout.async_steps > 1 and engine.in_flight is False:
+    elif rollout.async_steps > 1 and not recipe.in_flight:
         what = f"with {path} above 1 requests are always open, so the weights could never change"
         yield Finding("engine.in_flight", what, f"remove it, or set {path} to 1")
     if not recipe.trainer.correction.corrects:
@@ -202,7 +205,6 @@ def _cluster(recipe: Recipe) -> Findings:
 
 
 def _trainer(recipe: Recipe) -> Findings:
-    """Yields contradictions within the `trainer` section."""
     trainer, correction = recipe.trainer, recipe.trainer.correction
     if isinstance(trainer, PolicyRecipe):
         low, high = trainer.clip_low, trainer.clip_high
@@ -244,7 +246,6 @@ def _rewards(rewards: Sequence[RewardRecipe], path: str) -> Findings:
 
 
 def _eval(recipe: Recipe) -> Findings:
-    """Yields contradictions of the `eval` section."""
     held = recipe.eval
     if held is None:
         return
@@ -265,8 +266,7 @@ def _eval(recipe: Recipe) -> Findings:
 
 
 def _processes(recipe: Recipe) -> Findings:
-    """Yields contradictions of the `processes` section."""
-    count, shard, engine = recipe.processes.count, recipe.processes.shard, recipe.engine
+    count, size = recipe.processes.count, recipe.engine.callers
     if recipe.processes.strategy == "fsdp":
         path, ddp = "processes.strategy", "set processes.strategy to ddp"
         if recipe.model.quantization is not None:
@@ -275,31 +275,32 @@ def _processes(recipe: Recipe) -> Findings:
         if recipe.optim.kind == "adamw_8bit":
             what = f"{path} fsdp shards the moments, but bitsandbytes keeps those of optim.kind adamw_8bit whole"
             yield Finding("optim.kind", what, "set optim.kind to adamw, or processes.strategy to ddp")
-        if shard == 1:
-            hint = "set processes.shard to 2 or more, or processes.strategy to ddp"
-            yield Finding("processes.shard", "processes.shard 1 leaves all weights in each process", hint)
         if count == 1:
             what = f"{path} fsdp shards the model over several processes, but processes.count is 1"
             yield Finding(path, what, f"{ddp}, or processes.count to 2 or more")
-        if (experts := recipe.processes.experts) is not None:
-            remove = "remove processes.experts"
-            if shard is not None:
-                yield Finding(
-                    "processes.experts", "processes.experts divides experts over all processes", "remove processes.shard"
-                )
-            if recipe.model.lora is not None:
-                what = "processes.experts has not been tried with an adapter"
-                yield Finding("processes.experts", what, f"{remove}, or model.lora")
-            if experts == 1 or (count is not None and count % experts):
-                what = f"processes.experts {experts} divides no experts over {count or 'several'} processes"
-                yield Finding("processes.experts", what, f"set it to a divisor of the number of processes, or {remove}")
-    if count is not None and shard is not None and count % shard:
-        what = f"processes.shard {shard} does not divide processes.count {count}"
-        yield Finding("processes.shard", what, f"set processes.shard to a divisor of {count}, or remove it")
-    size = engine.tensor_parallel_size if isinstance(engine, ColocatedEngineRecipe) else 1
+        yield from _divided(recipe, "shard", "weights", "")
+        yield from _divided(recipe, "experts", "experts", "processes.shard model.lora")
+        yield from _divided(
+            recipe, "tensor", "layers", "processes.shard processes.experts processes.defer_sync model.lora model.compile"
+        )
+        yield from _divided(recipe, "context", "rows", "processes.experts processes.tensor model.compile")
     if count is not None and count % size:
         what = f"engine.tensor_parallel_size {size} does not divide processes.count {count}"
         yield Finding("engine.tensor_parallel_size", what, f"set processes.count to {size}")
+
+
+def _divided(recipe: Recipe, key: str, what: str, untried: str) -> Findings:
+    """Yields why the processes of `processes.{key}` cannot divide `what` of the model; `untried` keys do not go with it."""
+    path, size, count = f"processes.{key}", getattr(recipe.processes, key), recipe.processes.count
+    if size is None:
+        return
+    for section, _, other in (name.partition(".") for name in untried.split()):
+        if getattr(getattr(recipe, section), other):
+            hint = f"remove {path}, or {section}.{other}"
+            yield Finding(path, f"{path} has not been tried with {section}.{other}", hint)
+    if size == 1 or (count is not None and count % size):
+        said = f"{path} {size} divides no {what} over {count or 'several'} processes"
+        yield Finding(path, said, f"set it to a divisor of the number of processes, or remove {path}")
 
 
 def _names(recipe: Recipe) -> Findings:
@@ -315,7 +316,6 @@ def _names(recipe: Recipe) -> Findings:
 
 
 def _engine(recipe: Recipe, engine: VllmRecipe) -> Findings:
-    """Yields contradictions of a vLLM engine."""
     (longest, adds_up), trainer = least_row(recipe), recipe.trainer
     if engine.max_model_len is not None and engine.max_model_len < longest:
         what = f"engine.max_model_len is {engine.max_model_len}, but {adds_up}"

@@ -3,7 +3,7 @@
 A recipe that leaves all sizes out trains a model of 512 positions on five short prompts as well as a large one on a million.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from rlgen.errors import Problem, RecipeError
 from rlgen.recipe.engines import VllmRecipe
@@ -14,8 +14,7 @@ GIVE_WAY = ("rollout.prompts_per_step", "rollout.max_completion_tokens", "optim.
 FOLLOWING = ("data.max_prompt_tokens", *GIVE_WAY, "eval.max_prompt_tokens", "eval.max_completion_tokens")
 
 
-@dataclass(frozen=True, slots=True)
-class PromptLimit:
+class PromptLimit(NamedTuple):
     """The most tokens that a prompt may have, and what limits it, for messages. None: nothing does."""
 
     tokens: int | None
@@ -51,8 +50,9 @@ def window(recipe: Recipe, positions: int | None, trained: bool = True) -> tuple
     if isinstance(engine, VllmRecipe) and engine.max_model_len is not None:
         limits.append((engine.max_model_len, f"engine.max_model_len is {engine.max_model_len}"))
     if trained and is_written(recipe, "optim.micro_batch_tokens"):
-        tokens = recipe.optim.micro_batch_tokens
-        limits.append((tokens, f"optim.micro_batch_tokens is {tokens}"))
+        tokens, shared = recipe.optim.micro_batch_tokens, recipe.processes.sharing
+        together = f" in each of {shared} processes of processes.context" if shared > 1 else ""
+        limits.append((tokens * shared, f"optim.micro_batch_tokens is {tokens}{together}"))
     return min(limits) if limits else (None, "")
 
 
@@ -93,7 +93,7 @@ def fitted(recipe: Recipe, positions: int | None, longest: int, used: int) -> Re
     if most is not None and prompt + completion > most:
         prompt = longest
     if not is_written(recipe, "optim.micro_batch_tokens"):
-        budget = max(budget, prompt + completion)
+        budget = max(budget, -(-(prompt + completion) // recipe.processes.sharing))
     if not is_written(recipe, "rollout.prompts_per_step"):
         prompts = min(prompts, used)
     sizes: dict[str, dict[str, int]] = {

@@ -5,11 +5,13 @@ import re
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlgen.errors import Problem, RecipeError
 from rlgen.recipe import yaml
+from rlgen.recipe.messages import UNIONS
 from rlgen.redact import CERTAIN, holds_secret, is_secret_name, secrets_of_environment
 
 MAX_BYTES = 1 << 18
@@ -21,10 +23,7 @@ MORE = "…"  # position of the line that counts the unreported ones
 INTO_ENVIRONMENT = "put it into an environment variable and read that in the code: a run keeps copies of its recipe"
 
 
-@dataclass(frozen=True, slots=True)
-class SourceFile:
-    """One file of a recipe."""
-
+class SourceFile(NamedTuple):
     text: str  # verbatim
     chain: str  # "demo.yaml → base.yaml": the files that led to this one
 
@@ -39,14 +38,15 @@ class Source(yaml.Document):
 def read_source(path: Path) -> Source:
     """Reads a recipe and the files that it extends. `extends:` is the path of another recipe, relative to the file that names it.
 
-    A mapping of the child is merged into the parent's, unless it names another `kind`: then it replaces the parent's, as lists
+    A mapping of the child is merged into the parent's, but an engine or a trainer of another kind replaces the parent's, as lists
     and plain values do.
 
     Raises:
         RecipeError: a file cannot be read or is not a mapping, or the chain is circular or longer than MAX_PARENTS.
     """
-    source = Source({})
-    files, problems = source.files, source.problems
+    files: dict[str, SourceFile] = {}
+    problems: list[Problem] = []
+    documents: list[yaml.Document] = []  # the recipe first
     asked = ""  # position of the `extends` that names the file; "" for the recipe itself
 
     def refused(what: str, hint: str | None = None) -> RecipeError:
@@ -77,23 +77,30 @@ def read_source(path: Path) -> Source:
         if not isinstance(document.data, dict):
             raise RecipeError(in_order(problems, files))
         parent, asked = document.data.pop("extends", None), document.places.pop(("extends",), "")
-        source = _merged(document, source)
+        documents.append(document)
         if not asked:
-            return source
+            merged = reduce(
+                _merged, reversed(documents)
+            )  # from the last parent on: a file without a kind has that of its parents
+            return Source(merged.data, merged.places, problems, files)
         if not isinstance(parent, str) or not parent:
             raise RecipeError(in_order([*problems, Problem(asked, "extends: must be the path of one recipe, as text")], files))
-        path = Path(os.path.normpath(path.parent / Path(parent)))
+        place = (
+            path.resolve().parent / os.path.expanduser(parent)
+        ).resolve()  # as other paths: the file's, not that of a link to it
+        written = Path(os.path.normpath(path.parent / os.path.expanduser(parent)))
+        path = written if written.resolve() == place else place
 
 
-def _merged(below: yaml.Document, above: Source) -> Source:
-    """Merges what has been read so far over a parent file."""
+def _merged(below: yaml.Document, above: yaml.Document) -> yaml.Document:
+    """Returns a file merged over its parents."""
     replaced: set[yaml.Path] = set()
 
     def merge(old: dict[str, Any], new: dict[str, Any], path: yaml.Path) -> dict[str, Any]:
         result = dict(old)
         for key, value in new.items():
             before = old.get(key)
-            if isinstance(before, dict) and isinstance(value, dict) and value.get("kind") in (None, before.get("kind")):
+            if isinstance(before, dict) and isinstance(value, dict) and (path or _one_kind(key, before, value)):
                 result[key] = merge(before, value, (*path, key))
             else:
                 result[key] = value
@@ -107,6 +114,17 @@ def _merged(below: yaml.Document, above: Source) -> Source:
         if not any(place[:end] in replaced for end in range(1, len(place) + 1))
     }
     return replace(above, data=data, places=kept | above.places)
+
+
+def _one_kind(name: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Returns whether the section `name` of a file adds to that of its parents, instead of naming another kind."""
+    return name not in UNIONS or not {"kind", "use"} & new.keys() or section_kind(name, new) == section_kind(name, old)
+
+
+def section_kind(name: str, section: dict[str, Any]) -> Any:
+    """Returns the kind of an engine or a trainer, which a recipe need not write."""
+    own = name == "trainer" and "use" in section
+    return section.get("kind") or ("own" if own else UNIONS[name].model_fields["kind"].default)
 
 
 def recipe_text(path: Path) -> str:
@@ -169,11 +187,16 @@ def apply_overrides(data: dict[str, Any], places: dict[yaml.Path, str], override
                 if index == len(keys) - 1:
                     node[step] = parsed.data
                 elif isinstance(node, dict):
-                    node = node.setdefault(key, {})
+                    if node.get(key) is None:  # left out, or null
+                        node[key] = {}
+                    node = node[key]
                 else:
                     node = node[step]
         except (TypeError, IndexError, ValueError):
-            problems.append(Problem(where, f"there is no key {dotted}", "`rlgen show RECIPE` lists all"))
+            held = ".".join(map(str, path[:-1]))
+            whole = isinstance(node, bool | int | float | str) and len(path) == len(keys)
+            hint = f"{held} has a value; set all of it: {{{keys[-1]}: …}}" if whole else "`rlgen show RECIPE` lists all"
+            problems.append(Problem(where, f"there is no key {dotted}", hint))
             continue
         for old in [place for place in places if place[: len(path)] == path]:
             del places[old]

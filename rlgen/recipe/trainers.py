@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr, model_validator
 
-from rlgen.recipe.fields import Number, Strict, Text
+from rlgen.recipe.fields import Number, Share, Strict, Text
 
 
 class Preset(Strict):
@@ -16,7 +16,6 @@ class Preset(Strict):
     @model_validator(mode="before")
     @classmethod
     def fill(cls, data: Any) -> Any:
-        """Fills in the defaults that belong to the chosen value."""
         if not isinstance(data, dict):
             return data
         chosen = data.get(cls.choice, cls.model_fields[cls.choice].default)
@@ -43,12 +42,12 @@ class CorrectionRecipe(Preset):
     mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "icepop", "none"] = "token_truncate"
     """Weigh each token, or each whole completion (sequence), by the trainer's probability over the engine's. Outside the caps, a
     weight is moved to the cap (truncate) or set to 0 (mask). icepop is token_mask with its paper's caps."""
-    min: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
+    min: Share | None = None
     """Lower cap. Default for token_mask and icepop: 0.5."""
     max: Annotated[float, Field(strict=True, ge=1, le=1e6)] = 2.0
     """Upper cap. Default for sequence_mask: 3, for icepop: 5."""
     geometric: GeometricRecipe | None = None
-    """Also drop completions by their mean ratio."""
+    """Also drop completions whose mean ratio over their tokens is out of bounds."""
 
     @property
     def corrects(self) -> bool:
@@ -91,8 +90,9 @@ class PolicyRecipe(Strict):
     delta: Annotated[float, Field(strict=True, gt=1, le=1e6)] | None = None
     """Upper bound of the ratio also for negative advantages, where clip_high does not act. Must be above 1 + clip_high."""
     off_policy_max: Annotated[float, Field(strict=True, ge=0, le=1000)] | None = None
-    """Drop a completion if its advantage is negative and its mean distance from the policy is above this, in nats a token."""
-    top_entropy: Annotated[float, Field(strict=True, gt=0, le=1)] = 1.0
+    """Drop a completion of negative advantage if, averaged over its tokens, the engine's log-prob exceeds the policy's by more
+    than this, in nats."""
+    top_entropy: Share = 1.0
     """Learn only from this share of the tokens, those of the highest entropy. A value below 1 costs a forward pass."""
     entropy_bonus: Annotated[float, Field(strict=True, ge=0, le=100)] = 0.0
     """Weight of an entropy bonus, the mean entropy of the tokens."""
@@ -127,10 +127,12 @@ class GRPORecipe(PolicyRecipe, Preset):
     loss: Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "gspo", "gspo_token", "sapo", "luspo", "vespo"] = "dapo"
     """A paper's loss. It sets the defaults of aggregation, scale_rewards and clipping. bnpo is another name of dapo."""
     aggregation: Literal["token_mean", "seq_mean", "fixed", "seq_sum", "prompt_mean"] = "token_mean"
-    """token_mean: mean over all tokens. seq_mean: over each completion. prompt_mean: over each prompt's tokens. seq_sum: sum over
-    each completion. fixed: sum divided by a fixed length. The default follows from `loss`."""
+    """How token losses become one loss. token_mean: mean over all tokens. seq_mean: mean over each completion, then over
+    completions. prompt_mean: over each prompt's tokens, then over prompts. seq_sum: sum over each completion, then mean over
+    completions. fixed: seq_sum divided by rollout.max_completion_tokens. The default follows from `loss`."""
     scale_rewards: Literal["group", "batch", "batch_centered", "none"] = "group"
-    """Divide advantages by this standard deviation. Default for dr_grpo: none."""
+    """Divide advantages by the standard deviation of rewards: those of the group, those of the batch, or those of the batch less
+    their group's mean (batch_centered). Default for dr_grpo: none."""
     combine_rewards: Literal["sum", "normalize_then_sum"] = "sum"
     """Several rewards: sum them, or normalise each within its groups first (GDPO)."""
     cispo_max: Annotated[float, Field(strict=True, ge=1, le=1e6)] = 5.0
@@ -166,7 +168,7 @@ class RLOORecipe(PolicyRecipe):
 
 class OwnRecipe(PolicyRecipe):
     kind: Literal["own"]
-    """own: an algorithm from a file, see `rlgen docs python`. `use` alone says this too."""
+    """own: an algorithm from a file, see `rlgen docs python`; with `use` you may leave out `kind`."""
     use: Text
     """file.py:Class, or pkg.mod:Class, with the functions `advantages` and `loss`."""
     args: dict[StrictStr, Any] = {}

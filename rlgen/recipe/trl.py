@@ -4,16 +4,14 @@ The options are those of TRL's GRPOConfig, RLOOConfig and OnlineDPOConfig with w
 ModelConfig and ScriptArguments, and some of earlier versions. A test compares them with the classes.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rlgen.recipe.hints import by_word
 
 Verdict = Literal["renamed", "derived", "not needed", "not supported"]
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):
     """What becomes of one option: Option("num_generations", "renamed", "`rollout.group_size`")"""
 
     name: str
@@ -121,7 +119,7 @@ DIFFERS = {
     "load_in_8bit": "int8",
     "train_sampling_strategy": "true is random, false is sequential",
     "max_length": "prompt and completion have a limit each",
-    "reward_funcs": "a list: `[{use: exact_match}, {use: 'rewards.py:mine'}]`; functions written for TRL work as they are",
+    "reward_funcs": "a list: `[{use: exact_match}, {use: 'rewards.py:mine'}]`; functions for TRL work if prompts are texts",
     "reward_model_name_or_path": "an entry of the list: `{use: reward_model, args: {path: ...}}`",
     "reward_model_path": "an entry of the list: `{use: reward_model, args: {path: ...}}`",
     "use_vllm": "colocated, the default, and server use vLLM; transformers does not",
@@ -140,8 +138,8 @@ DIFFERS = {
     "total_episodes": "episodes / rollout.prompts_per_step / rollout.group_size",
     "data_seed": "one seed decides all",
     "output_dir": "the run's folder is run.dir/run.name",
-    "save_strategy": "in steps; the last step is saved always",
-    "log_completions": "every sample is written; `rlgen rollouts RUN` shows them",
+    "save_strategy": "in steps; the last step is always saved",
+    "log_completions": "by default every step's samples are written; `rlgen rollouts RUN` shows them",
     "fsdp": "fsdp or ddp",
     "eval_strategy": "in steps",
     "evaluation_strategy": "in steps",
@@ -169,7 +167,9 @@ NOT_NEEDED = {
         "dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers"
         " dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order"
     ),
-    "rows are sorted by length and padded to the longest of their micro-batch": "pad_to_multiple_of length_column_name",
+    "rlgen packs rows, or sorts them by length and pads them to the longest of their micro-batch": (
+        "pad_to_multiple_of length_column_name"
+    ),
     "every column of the data reaches the rewards under its own name": "remove_unused_columns label_names",
     "rewards score a completion; there are no labels": "label_smoothing_factor",
     "denominators of the loss are counted over all processes": "average_tokens_across_devices",
@@ -199,7 +199,9 @@ NOT_NEEDED = {
     "eval.best keeps the checkpoint with the highest eval/reward/mean": "metric_for_best_model greater_is_better",
     "a checkpoint always holds what an exact resume needs; `rlgen export` writes the model alone": "save_only_model",
     "a run's folder is shared by all machines": "save_on_each_node",
-    "SIGTERM or Ctrl-C saves after the step and exits with 75; run.must_save_by saves before a time": "enable_jit_checkpoint",
+    "SIGTERM or Ctrl-C saves after the step and exits with 75; run.must_save_by saves before a deadline": (
+        "enable_jit_checkpoint"
+    ),
     "`rlgen train RECIPE --resume` resumes exactly, with the same data and random states": (
         "resume_from_checkpoint ignore_data_skip restore_callback_states_from_checkpoint"
     ),
@@ -244,7 +246,7 @@ NOT_SUPPORTED = {
     "model.quantization is nf4 or int8": "bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage",
     "rlgen reads the whole data set": "dataset_streaming",
     "write data.source": "datasets",
-    "processes.strategy is ddp or fsdp, which need no such list": "ignore_bias_buffers",
+    "processes.strategy is ddp or fsdp, which need no list of buffers": "ignore_bias_buffers",
 }
 SAID: dict[Verdict, dict[str, str]] = {
     "renamed": {name: f"`{key}`" + (f" ({DIFFERS[name]})" if name in DIFFERS else "") for name, key in by_word(RENAMED).items()},
@@ -252,5 +254,4 @@ SAID: dict[Verdict, dict[str, str]] = {
     "not needed": by_word(NOT_NEEDED),
     "not supported": by_word(NOT_SUPPORTED),
 }
-FOUND = [Option(name, verdict, said) for verdict, answers in SAID.items() for name, said in answers.items()]
-OPTIONS = {option.name: option for option in sorted(FOUND, key=lambda option: option.name)}
+OPTIONS = dict(sorted((name, Option(name, verdict, said)) for verdict, answers in SAID.items() for name, said in answers.items()))

@@ -214,7 +214,6 @@ def leaves(data: Any, path: Path = ()) -> list[Path]:
 
 
 def value_at(data: Any, path: Path) -> Any:
-    """Returns the value at a path."""
     for part in path:
         data = data[part]
     return data

@@ -1,3 +1,1 @@
-"""Runs rewards: functions of a completion, or of a group of them, called with arguments by name in processes that can be
-killed.
-"""
+"""Runs rewards: functions of a completion or of a group, called with arguments by name in processes that can be killed."""

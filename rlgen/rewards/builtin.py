@@ -47,7 +47,7 @@ def numeric_match(completion: str, answer: object, tolerance: float = 1e-6) -> f
     Args:
         completion: a text without a number earns 0.0.
         answer: text or number.
-        tolerance: largest absolute difference of equal numbers.
+        tolerance: numbers that differ by at most this are equal.
 
     Raises:
         ValueError: the answer holds no number.
@@ -86,11 +86,11 @@ def length(completion_ids: Sequence[int], target: int) -> float:
 
 
 def overlong(completion_ids: Sequence[int], max_completion_tokens: int, buffer: int | None = None) -> float:
-    """Returns DAPO's soft length penalty (arXiv 2503.14476, eq. 13): 0 at first, then a straight line down to -1 at the limit.
+    """Returns DAPO's soft length penalty (arXiv 2503.14476, eq. 13): 0, then a line down to -1 at `max_completion_tokens`.
 
     Args:
         max_completion_tokens: `rollout.max_completion_tokens`.
-        buffer: tokens before the limit at which the line begins. None: a fifth of the limit, as in the paper.
+        buffer: length of this line in tokens. None: a fifth of `max_completion_tokens`, as in the paper.
 
     Raises:
         ValueError: the buffer is not within the limit.
@@ -129,8 +129,8 @@ def math_verify(completion: str, answer: object, seconds: int = 5, longest: int 
     Args:
         completion: what cannot be read, as brackets more than fifty deep, earns 0.0.
         answer: text or number; behind the last `####` if one stands there. A text without $ or \\boxed{} is read as LaTeX too.
-        seconds: time limit of reading, and of comparing.
-        longest: this many characters are read, from the end of the completion.
+        seconds: time limit for reading, the same for comparing.
+        longest: only this many characters are read, at the end of the completion.
 
     Raises:
         ValueError: the answer cannot be read.

@@ -124,10 +124,8 @@ class Endpoint:
         self._under_way: dict[str, Shared] = {}  # by the hash of the request
 
     async def ask(self, question: str) -> str:
-        """Returns the answer to a question: the one that was given before, or a new one.
-
-        Raises:
-            NoAnswer: the server refuses, fails in every attempt, does not answer in time, or the budget is spent.
+        """Returns the answer to a question: the one that was given before, or a new one. Raises NoAnswer if the server refuses,
+        fails in every attempt or does not answer in time, or the budget is spent.
         """
         settings = self._settings
         system = [] if settings.system is None else [{"role": "system", "content": settings.system}]

@@ -51,8 +51,6 @@ def facts_of_judge(settings: JudgeArgs) -> FunctionFacts:
 
 
 class Judge:
-    """One judge of the recipe."""
-
     def __init__(self, settings: JudgeArgs, timeout: float, answers: Path | None, name: str) -> None:
         """Reads the question, the key and the answers so far, and connects to nothing. For the arguments see `RewardSource`.
 
@@ -120,8 +118,7 @@ class Judge:
 def win_rates(items: Sequence[T], wins: Callable[[T, T], float]) -> list[float | None]:
     """Returns [G], the mean share from 0 to 1 that each item wins against the others; None for a single one. Their mean is 0.5.
 
-    Args:
-        wins: the share of the first of two items, from 0 (it loses) to 1; for the swapped items it gives 1 minus that.
+    `wins`: the share of the first of two items, from 0 (it loses) to 1; for the swapped items it gives 1 minus that.
     """
     rates: list[float | None] = []
     for place, item in enumerate(items):
@@ -140,13 +137,13 @@ def transcript(prompt: str, messages: Sequence[Mapping[str, Any]] | None) -> str
 
 
 def filled(question: str, values: Mapping[str, Any]) -> str:
-    """Returns the question with the values in place of their names; braces within a value stay."""
-    return PLACEHOLDER.sub(lambda match: column_text(values[match[1]]), question)
+    """Returns the question with the values in place of their names, as JSON unless they are texts; braces in a value stay."""
 
+    def text(match: re.Match[str]) -> str:
+        value = values[match[1]]
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
-def column_text(value: Any) -> str:
-    """Returns a value of a column as text: JSON, unless it is a text already."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return PLACEHOLDER.sub(text, question)
 
 
 def objects_in(text: str) -> list[dict[str, Any]]:

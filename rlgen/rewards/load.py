@@ -17,13 +17,12 @@ if TYPE_CHECKING:  # a worker of functions does without pydantic
     from rlgen.recipe.judges import JudgeArgs, RewardModelArgs
 
 REWARDS = Trade("rewards", "reward", RewardError)
+LARGEST = (2 - 2**-23) * 2.0**127  # reward: of float32, in which a step computes with rewards
 TEXTS = "a completion is a text here, not a list of messages: take `completion`, not completion[0]['content']"
 
 
 @dataclass(frozen=True, slots=True)
 class RewardSource(FunctionSource):
-    """One reward that a worker imports."""
-
     # Of a reward that asks a model:
     settings: "RewardModelArgs | JudgeArgs | None" = None
     name: str = ""  # of its files in `answers`
@@ -82,8 +81,9 @@ def reward_values(answer: Any, size: int | None) -> list[float | None] | Failed:
         values = answer
     numbers = [None if value is None else as_number(value) for value in values]
     for value, number in zip(values, numbers, strict=True):
-        if number is not None and not math.isfinite(number):
-            return Failed("error", f"returned {short_repr(value)}; a reward is a finite number, or None if it does not apply")
+        if number is not None and not abs(number) <= LARGEST:  # true of NaN, too
+            said = f"returned {short_repr(value)}; a reward is a finite number, or None if it does not apply"
+            return Failed("error", f"{said}; the largest is {LARGEST:.2g}")
     return numbers
 
 

@@ -22,7 +22,6 @@ NAMES = ("prompts", "completions", "prompt_messages")
 FACTS = FunctionFacts(tuple((name, "KEYWORD_ONLY", True) for name in NAMES), is_async=False, file=None, sha256=None)
 FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")  # of a model and its tokenizer
 UNLIMITED = 1 << 60  # tokens
-BLOCK = 1 << 22  # bytes of a file that are hashed at a time
 log = logging.getLogger(__name__)  # its warnings go to logs/rewards.log, like all that a worker prints
 
 
@@ -31,8 +30,6 @@ class TooLong(Exception):
 
 
 class RewardModel:
-    """One reward model of the recipe."""
-
     def __init__(self, settings: RewardModelArgs, further: int) -> None:
         """Loads model and tokenizer, and then limits this process to `further` bytes more. Raises RewardError if there is no such
         model, or it does not give one score to a text.
@@ -127,8 +124,7 @@ def model_digest(folder: Path) -> str:
     for path in sorted({path for pattern in FILES for path in folder.glob(pattern)}):
         made.update(f"{path.name}\0{path.stat().st_size}\0".encode())
         with path.open("rb") as file:
-            while block := file.read(BLOCK):
-                made.update(block)
+            hashlib.file_digest(file, lambda: made)  # goes on with `made`
     return made.hexdigest()
 
 

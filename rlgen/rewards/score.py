@@ -74,8 +74,7 @@ class Scorer:
     def score(self, groups: Sequence[Group], step: int) -> list[Group]:
         """Returns the same groups with `rewards`, `reward` and `reward_errors` of every sample filled in.
 
-        Raises:
-            RewardError: a call of a reward with `on_error: fail` failed, or more than `max_error_fraction` of a reward's calls.
+        Raises RewardError if a call of a reward with `on_error: fail` failed, or more calls of one than `max_error_fraction`.
         """
         with closing(EarlyScoring(self)) as scoring:
             return scoring.result(step, groups)
@@ -102,7 +101,8 @@ class Scorer:
         asks: list[RewardCall] = []
         calls: list[WorkerCall] = []
         for source, reward in enumerate(self.rewards):
-            whole, each = [(samples, of_all)], [((sample,), given) for sample, given in zip(samples, of_each, strict=True)]
+            whole = [(samples, of_all)] if samples else []  # none: all were dropped as too old
+            each = [((sample,), given) for sample, given in zip(samples, of_each, strict=True)]
             for some, given in whole if reward.of_group else each:
                 ask = RewardCall(reward, group, some, reward.arguments(given))
                 calls.append(WorkerCall(first + len(asks), source, ask.arguments, len(some) if reward.of_group else None))
@@ -110,12 +110,10 @@ class Scorer:
         return asks, calls
 
     def scored(self, group: Group, results: Iterable[tuple[RewardCall, Sequence[float | None] | Failed]]) -> Group:
-        """Returns the group with the values of its rewards and their weighted sums.
+        """Returns the group with the values of its rewards and their weighted sums. `results`: of its calls, in the order of
+        `calls_of`, which is the recipe's.
 
         A failed call gives 0.0 if the reward's `on_error` is zero, else None, and an entry in `reward_errors`.
-
-        Args:
-            results: of its calls, in the order of `calls_of`, which is the recipe's.
         """
         table: dict[int, dict[str, float | None]] = {sample.sample_index: {} for sample in group.samples}
         errors: dict[int, dict[str, str]] = {sample.sample_index: {} for sample in group.samples}
@@ -139,10 +137,10 @@ class Scorer:
         """Logs and saves the first failure of a reward. Raises RewardError if its `on_error` is fail, or if `count`, its failures
         in this step, exceeds `budget`.
         """
-        reward = ask.reward
-        first = reward.label not in self.known
-        self.known.add(reward.label)
-        ends = reward.entry.on_error == "fail" or count > budget
+        entry = ask.reward.entry
+        first = entry.label not in self.known
+        self.known.add(entry.label)
+        ends = entry.on_error == "fail" or count > budget
         if not (first or ends):
             return
         what = f"{call_name(ask)}: {failed.message}"
@@ -150,15 +148,13 @@ class Scorer:
         where = f"; the sample is in {saved}" if saved else ""
         text = f"\n{failed.traceback}" if failed.traceback else ""
         if not ends:
-            log.warning("%s (on_error: %s)%s%s", what, reward.entry.on_error, where, text)
+            log.warning("%s (on_error: %s)%s%s", what, entry.on_error, where, text)
             return
         hint = ""
-        if reward.entry.on_error == "fail" and failed.cause == "timeout":
+        if entry.on_error != "fail":
+            hint = f"; {count} calls of this step failed, more than max_error_fraction {entry.max_error_fraction:g} of them"
+        elif failed.cause == "timeout":
             hint = "; raise `timeout` of this entry of rewards, or let `on_error: skip` leave such samples out"
-        elif reward.entry.on_error != "fail":
-            hint = (
-                f"; {count} calls of this step failed, more than max_error_fraction {reward.entry.max_error_fraction:g} of them"
-            )
         raise RewardError(f"{what}{hint}{where}{text}")
 
     def save(self, ask: RewardCall, failed: Failed, step: int) -> Path | None:
@@ -236,10 +232,8 @@ class EarlyScoring:
         """Waits for all calls of a step, closes it, and returns all its groups with their rewards, in this order.
 
         A group that was not added, or has changed since, is scored now; what was found for its earlier form does not count.
-        Failures are judged only here: how many calls may fail depends on how many there are.
-
-        Raises:
-            RewardError: as `Scorer.score` does. Calls that still run are then cancelled.
+        Failures are judged only here: how many calls may fail depends on how many there are. Raises RewardError as `Scorer.score`
+        does; calls that still run are then cancelled.
         """
         with self._lock:  # not while the calls are waited for: groups of the next step arrive
             stream = self._open(step)
@@ -342,12 +336,7 @@ def open_scorer(
             pool.close()
         raise
     return Scorer(
-        rewards=rewards,
-        max_completion_tokens=max_completion_tokens,
-        pools=pools,
-        places=places,
-        failures=failures,
-        turns=turns,
+        rewards=rewards, max_completion_tokens=max_completion_tokens, pools=pools, places=places, failures=failures, turns=turns
     )
 
 

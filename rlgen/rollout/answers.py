@@ -30,7 +30,7 @@ def check_answers(
         joined: answers may be conversations, with ids between their turns that were not sampled.
         free: ids that were not sampled may stand anywhere: the answers come from rollout code of the user.
     """
-    if flattened(requests, answers, sampling):
+    if not free and flattened(requests, answers, sampling):
         raise SentinelError(
             Fault.FLATTENED_COMPLETIONS,
             f"each of the {len(answers)} answers to {len(requests)} requests is a single token, though some did not end with it:"
@@ -109,12 +109,13 @@ def check_versions(place: int, answer: Completion, oldest: int, newest: int, joi
 
 
 def flattened(requests: Sequence[Request], answers: Sequence[Completion], sampling: Sampling) -> bool:
-    """Returns whether every answer has one token, though some may have more tokens and did not end with a stop token."""
+    """Returns whether every answer has one token, though some may have more tokens and were ended by no stop token or text."""
     if not answers or any(len(answer.token_ids) != 1 for answer in answers):
         return False
     limits = chain(map(sampling.limit_of, requests), repeat(sampling.max_tokens))
+    by_text = sampling.stop and len(answers) == len(requests)  # only `build_groups` can look for the text
     return not all(
-        limit == 1 or (answer.finish_reason == "stop" and answer.token_ids[0] in sampling.stop_ids)
+        limit == 1 or (answer.finish_reason == "stop" and (by_text or answer.token_ids[0] in sampling.stop_ids))
         for answer, limit in zip(answers, limits, strict=False)
     )
 

@@ -152,10 +152,7 @@ def neighbours(units: Sequence[Sequence[int]], count: int, cost: Callable[[Seque
 
 
 def balanced(
-    units: Sequence[Sequence[int]],
-    world: int,
-    cost: Callable[[Sequence[int]], float],
-    prompts: Prompts | None,
+    units: Sequence[Sequence[int]], world: int, cost: Callable[[Sequence[int]], float], prompts: Prompts | None
 ) -> list[list[Sequence[int]]]:
     """Divides units among processes by cost. Packed groups stay whole, or as whole as the balance allows.
 
@@ -220,9 +217,7 @@ def differencing(costs: Sequence[float], count: int) -> list[list[int]]:
 
 def even(micro_batches: Sequence[Sequence[int]], count: int, size: int = 1) -> list[list[int]]:
     """Returns `count` micro-batches of the same rows: the longest are halved; empty ones are added if there are too few units.
-
-    Args:
-        size: rows of a unit, which stay together.
+    `size`: rows of a unit, which stay together.
     """
     found = [list(rows) for rows in micro_batches]
     while len(found) < count:

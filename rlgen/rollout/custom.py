@@ -60,7 +60,7 @@ class Rolled:
     prompt: int
     sample: int
     ids: Sequence[int]
-    logp: Sequence[float | None]  # as the engine returned it; None, or NaN: not sampled, and not trained on
+    logp: Sequence[float | None]  # as the engine returned it; None, or NaN: masked, not trained on
 
 
 Function: TypeAlias = Callable[[Sequence[Prompt], "Handle"], Sequence[Rolled]]
@@ -147,12 +147,12 @@ class Handle:
             start = len(after)
             if start < len(ids) and np.array_equal(ids[:start], after):
                 length = min(len(ids) - start, len(answer.token_ids))
-                same = (ids[start : start + length] == answer.token_ids[:length]) & (
-                    logp[start : start + length].view(np.int32) == answer.logp[:length].view(np.int32)
-                )
-                length = length if same.all() else int(same.argmin())
+                same = ids[start : start + length] == answer.token_ids[:length]
+                length = length if same.all() else int(same.argmin())  # by ids alone: an id before may be masked
+                as_told = logp[start : start + length].view(np.int32) == answer.logp[:length].view(np.int32)
+                own = versions[start : start + length]
                 for first, stop, version in answer.spans:
-                    versions[start + first : start + min(stop, length)] = version
+                    own[first:stop][as_told[first:stop]] = version
         if (wrong := np.flatnonzero(sampled & (versions < 0))).size:
             at = int(wrong[0])
             raise SentinelError(

@@ -108,9 +108,8 @@ class EnvironmentTurns:
         for came in every(rows, partial(self.arena.first, demonstrate=True)):
             if isinstance(came, Failed):
                 raise ToolError(f"environment: `demonstrate` gave no first message: {came.message}")
-            found.append(
-                ([*self.suffixes.encode(came["said"]), stop], self.suffixes.ids([ENVIRONMENT], [came["text"]], stop).tolist())
-            )
+            said = [*self.suffixes.encode(came["said"]), stop]
+            found.append((said, self.suffixes.ids([ENVIRONMENT], [came["text"]], stop).tolist()))
         return found
 
     def end(self, conversation: Hashable) -> None:
@@ -124,13 +123,10 @@ class EnvironmentTurns:
 
 
 def observed(rows: Rows, column: str, arena: EnvPool) -> Rows:
-    """Returns the rows with a column `seed` and with new prompts: what `reset` returned replaces a row's prompt, or the text of
-    its last message. Where `reset` returned None, the prompt stays.
+    """Returns the rows with a column `seed` and with new prompts in `column`: what `reset` returned replaces a row's prompt, or
+    the text of its last message. Where `reset` returned None, the prompt stays.
 
     Raises ToolError if the environment fails for a row, or what it returns cannot be read.
-
-    Args:
-        column: of prompts.
     """
     texts: list[str] = []
     replaced = False

@@ -15,16 +15,14 @@ import re
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from rlgen.files import append_bytes, read_bytes, written
-from rlgen.types import Completion, FinishReason, Ids, Prompt, Sample, Span
+from rlgen.types import Completion, FinishReason, Ids, Prompt, Sample, Span, experts_from_bytes
 
 MAGIC = b"\xa7rlj"
 FIELDS, SEAL = struct.Struct("<4sII"), struct.Struct("<I")
@@ -51,7 +49,6 @@ class AnswerRecord(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
 
     def completion(self, prompt_ids: Ids) -> Completion:
         """Returns the answer as the engine gave it; `prompt_ids` are not stored and come from the request."""
-        width = len(self.experts) // max(1, prod(self.experts_shape))
         return Completion(
             token_ids=np.frombuffer(self.token_ids, dtype="<i4").astype(np.int32),
             logp=np.frombuffer(self.logp, dtype="<f4").astype(np.float32),
@@ -61,7 +58,7 @@ class AnswerRecord(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
             cached_tokens=self.cached_tokens,
             messages=self.messages,
             counts=self.counts,
-            experts=np.frombuffer(self.experts, dtype="<u2" if width == 2 else "u1").reshape(self.experts_shape),
+            experts=experts_from_bytes(self.experts, self.experts_shape),
         )
 
 
@@ -76,10 +73,7 @@ Line = dict[str, Any]
 _encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Record).decode
 
 
-@dataclass(frozen=True, slots=True)
-class FramesRead:
-    """The result of reading a file of frames."""
-
+class FramesRead(NamedTuple):
     records: Sequence[Record]
     damaged: int  # frames, or byte ranges between frames
     end: int  # offset of an incomplete last frame, else the length of the file
@@ -94,10 +88,9 @@ def frame(record: Record) -> bytes:
 def read_frames(path: Path) -> FramesRead:
     """Reads a file of frames; a missing file has none. Raises CheckpointError for a symbolic link."""
     try:
-        content = read_bytes(path)
+        return parse_frames(read_bytes(path))
     except FileNotFoundError:
         return FramesRead((), 0, 0)
-    return parse_frames(content)
 
 
 def parse_frames(content: bytes) -> FramesRead:
@@ -153,9 +146,8 @@ def decode_record(payload: memoryview, crc32: int) -> Record | None:
 def append_frames(path: Path, records: Sequence[Record], begun: bool) -> None:
     """Appends records to a file, without flushing. Raises CheckpointError: the disk is full, or `path` is a symbolic link.
 
-    Args:
-        begun: this process has appended to the file before. If not, an incomplete frame at its end, left by a killed process, is
-            truncated first.
+    `begun`: this process has appended to the file before. If not, an incomplete frame at its end, left by a killed process, is
+    truncated first.
     """
     if not begun and path.exists():
         with written(path):

@@ -14,6 +14,8 @@ An answer is reused only if it was given to the same request (prompt, seed, samp
 version and settings with bit-identical weights, of all versions that sampled it. A conversation of several turns is one answer,
 written when it has ended, and is reused only with the same tools. Every other answer is sampled again, and a message says
 how many and why. A step is read on demand; each process reads its own rows from the files of all processes that wrote the step.
+
+Why not SQLite: its locks fail on many network file systems, where runs are stored; several processes would share one file.
 """
 
 import errno
@@ -250,11 +252,7 @@ class Journal:
             return [known[group.group_id] for group in groups]
         fresh = scorer(list(groups))
         records = [
-            Rewards(
-                group_id=group.group_id,
-                of=self.judged(group),
-                samples=list(map(given_rewards, scored.samples)),
-            )
+            Rewards(group_id=group.group_id, of=self.judged(group), samples=list(map(given_rewards, scored.samples)))
             for group, scored in zip(groups, fresh, strict=True)
         ]
         self.append(step, *records)

@@ -161,11 +161,7 @@ class DataColumns:
 
     @classmethod
     def of(cls, prompt_at: Callable[[int], Prompt], taken: frozenset[str] = FIXED) -> "DataColumns":
-        """Derives names and types from the first `LOOKED_AT` prompts of the data order.
-
-        Args:
-            taken: names of the file's own columns.
-        """
+        """Derives names and types from the first `LOOKED_AT` prompts in data order. `taken`: names of the file's own columns."""
         rows = [prompt_at(position).columns for position in range(LOOKED_AT)]
         names = list(dict.fromkeys(name for row in rows for name in row))
         arrays = {name: typed([row.get(name) for row in rows], None) for name in names}
@@ -311,11 +307,6 @@ def samples_of(columns: pa.Table) -> Samples:
     def numbers(name: str, dtype: Any) -> NDArray[Any]:
         return np.asarray(column(name).to_numpy(zero_copy_only=False), dtype=dtype)
 
-    def ragged(name: str) -> Ragged:
-        array = column(name)
-        offsets = array.offsets.to_numpy().astype(np.int64)
-        return Ragged(array.values.to_numpy()[offsets[0] : offsets[-1]], offsets - offsets[0])
-
     names = columns.column_names
     messages = [last_left_out(text) for text in column("messages").to_pylist()] if "messages" in names else []
     counts = [dict(pairs) for pairs in column("tool_counts").to_pylist()] if "tool_counts" in names else []
@@ -330,9 +321,9 @@ def samples_of(columns: pa.Table) -> Samples:
         labels=tuple(rewards),
         group_id=numbers("group_id", np.int64),
         sample_index=numbers("sample_index", np.int64),
-        prompt_ids=ragged("prompt_ids"),
-        completion_ids=ragged("completion_ids"),
-        sampler_logp=ragged("sampler_logp"),
+        prompt_ids=ragged(columns, "prompt_ids"),
+        completion_ids=ragged(columns, "completion_ids"),
+        sampler_logp=ragged(columns, "sampler_logp"),
         spans=Ragged(np.column_stack(fields), edges - edges[0]),
         truncated=numbers("finish_reason", object) == "length",
         seed=numbers("seed", np.int64),
@@ -343,6 +334,13 @@ def samples_of(columns: pa.Table) -> Samples:
         messages=tuple(messages) if any(messages) else (),
         counts=tuple(counts) if any(counts) else (),
     )
+
+
+def ragged(table: pa.Table, name: str) -> Ragged:
+    """Returns a column of lists; null is an empty row."""
+    array = table[name].combine_chunks()
+    lengths = np.asarray(array.value_lengths().fill_null(0), dtype=np.int64)
+    return Ragged(array.flatten().to_numpy(zero_copy_only=False), np.append(0, np.cumsum(lengths)))
 
 
 def last_left_out(messages: str) -> str:

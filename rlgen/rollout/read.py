@@ -58,12 +58,8 @@ def read_rollouts(place: Path, step: int | None = None, columns: Sequence[str] |
 
 
 def from_rollouts(run: Path, step: int, rank: int | None = None) -> Samples | None:
-    """Returns the samples of a step, ordered by group and by sample; None if its rollouts are missing or damaged.
-
-    None, too, if the step was trained with experts of the engine (`model.route_replay`), which only the journal has.
-
-    Args:
-        rank: of the process whose samples are returned; None: those of all.
+    """Returns the samples of a step, ordered by group and by sample: those of the process `rank`, or of all. None if its rollouts
+    are missing or damaged, or it was trained with experts of the engine (`model.route_replay`), which only the journal has.
     """
     parts = [read_part(part) for part in parts_of(rollouts_of(run, step))[rank : None if rank is None else rank + 1]]
     found = [part[0] for part in parts if part is not None]

@@ -75,7 +75,7 @@ def build_groups(
     places = in_request_order(prompts, len(requests) // max(1, len(prompts)))
     samples: dict[int, list[Sample]] = {prompt.position: [] for prompt in prompts}
     for (prompt, index), request, completion in zip(places, requests, completions, strict=True):
-        last = last_turn(completion.token_ids, completion.spans, sampling.stop_ids)
+        last = last_turn(completion.token_ids, completion.spans, completion.messages, sampling.stop_ids)
         text = tokenizer.decode(last, skip_special_tokens=True)  # for rewards and people
         ended = sampling.regex is not None or int(completion.token_ids[-1]) in sampling.stop_ids
         if sampling.stop and completion.finish_reason == "stop" and not ended and not any(one in text for one in sampling.stop):
@@ -115,6 +115,11 @@ def turns_apart(sample: Sample) -> list[Sample]:
     return [part_of_sample(sample, start, stop) for start, stop in turns_of(sample.spans)]
 
 
+def first_tokens(sample: Sample, most: int) -> Sample:
+    """Returns a sample whose completion is cut, so that prompt and completion have `most` tokens at most."""
+    return part_of_sample(sample, 0, min(len(sample.completion_ids), most - len(sample.prompt_ids)))
+
+
 def part_of_sample(sample: Sample, start: int, stop: int) -> Sample:
     """Returns a part of a completion as a sample of its own: what comes before it is its prompt."""
     first = len(sample.prompt_ids)
@@ -128,8 +133,11 @@ def part_of_sample(sample: Sample, start: int, stop: int) -> Sample:
     )
 
 
-def last_turn(ids: Ids, spans: Sequence[Span], stop_ids: Sequence[int]) -> Ids:
-    """Returns the ids of the last turn of a completion, without the stop token that ended it."""
-    turns = turns_of(spans)
+def last_turn(ids: Ids, spans: Sequence[Span], messages: str, stop_ids: Sequence[int]) -> Ids:
+    """Returns the ids of the last turn of a completion, without the stop token that ended it.
+
+    Without `messages`, a completion is one turn: rollout code of the user may put ids anywhere in it.
+    """
+    turns = turns_of(spans) if messages else []
     ids = ids[turns[-1][0] :] if turns else ids
     return ids[:-1] if len(ids) and ids[-1] in stop_ids else ids

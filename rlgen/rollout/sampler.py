@@ -114,11 +114,7 @@ class Sampler:
 
     def groups(self, step: int, prompts: Sequence[Prompt]) -> tuple[list[Group], int]:
         """Returns the groups of `step`, trained from weights of version `step` - 1, and the number of samples dropped as too old.
-
-        Raises as `Engine.generate` and `check_answers`.
-
-        Args:
-            prompts: of this engine.
+        `prompts`: of this engine. Raises as `Engine.generate` and `check_answers`.
         """
         if self.ahead is None:
             call = self.call(step, prompts, oldest=step - 1)
@@ -134,15 +130,16 @@ class Sampler:
         version = step - 1
         if step not in self.pending:
             self.submit(ahead, step)
-            if step > 1 and not ahead.in_flight and (late := len(self.pending[step][0].asked)):
+            if step > 1 and not ahead.in_flight and step in self.pending and (late := len(self.pending[step][0].asked)):
                 self.journal.say(
                     f"journal: {late} answers of step {step} are missing: weights of version {version} sample them, not earlier"
                     " ones as in an uninterrupted run"
                 )
         self.fill(ahead, range(step + 1, step + ahead.steps), version)
-        call, pending = self.pending[step]
+        # A process without a share of the prompts has nothing to ask.
+        call, pending = self.pending.get(step) or (self.call(step, (), oldest=0), None)
         answers = call.sampled(pending.result) if pending is not None else []
-        del self.pending[step]  # not earlier: an interrupt during the wait saves a checkpoint, which needs the pending call
+        self.pending.pop(step, None)  # not earlier: an interrupt during the wait saves a checkpoint, which needs the pending call
         self.fill(ahead, range(step + 1, step + 1 + ahead.steps), version)
         return call, answers
 
@@ -252,7 +249,5 @@ class Sampler:
 
 def without_stale(groups: Sequence[Group], oldest: int) -> tuple[list[Group], int]:
     """Removes samples of weights older than version `oldest`; returns the groups, some perhaps empty, and the number removed."""
-    fresh = [
-        replace(group, samples=tuple(sample for sample in group.samples if sample.weight_version >= oldest)) for group in groups
-    ]
+    fresh = [replace(group, samples=tuple(one for one in group.samples if one.weight_version >= oldest)) for group in groups]
     return fresh, sum(len(group.samples) for group in groups) - sum(len(group.samples) for group in fresh)

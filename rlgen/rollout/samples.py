@@ -18,21 +18,14 @@ ARRAYS = {"prompt_ids": np.int32, "completion_ids": np.int32, "sampler_logp": np
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ragged(Record):
-    """Rows of unequal lengths in one array: row i is values[offsets[i]:offsets[i + 1]].
-
-    Ragged([9, 4, 257, 8, 257], [0, 3, 5])[1] is [8, 257]
-    """
+    """Rows of unequal lengths in one array, values[offsets[i]:offsets[i + 1]]: Ragged([9, 8, 257], [0, 1, 3])[1] is [8, 257]"""
 
     values: NDArray[Any]  # [N]
     offsets: NDArray[np.int64]  # [B + 1]
 
     @classmethod
     def of(cls, rows: Sequence[NDArray[Any]], dtype: Any, shape: tuple[int, ...] = ()) -> "Ragged":
-        """Concatenates rows into one array of type `dtype`; this is the only copy made of them.
-
-        Args:
-            shape: of one entry of a row.
-        """
+        """Concatenates rows into one array; this is the only copy made of them. `shape`: of one entry of a row."""
         offsets = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum([len(row) for row in rows], out=offsets[1:])
         return cls(np.concatenate(rows, dtype=dtype) if rows else np.zeros((0, *shape), dtype=dtype), offsets)
@@ -85,11 +78,7 @@ class Samples(Record):
 
     @classmethod
     def of(cls, samples: Sequence[Sample], labels: Sequence[str] | None = None) -> "Samples":
-        """Converts samples to columns.
-
-        Args:
-            labels: names of the rewards; None: those of the first sample.
-        """
+        """Converts samples to columns. `labels`: names of the rewards; None: those of the first sample."""
         names = tuple(labels if labels is not None else samples[0].rewards if samples else ())
         spans = [np.array(sample.spans, dtype=np.int64).reshape(-1, 3) for sample in samples]
         single = [[_number(sample.rewards[name]) for name in names] for sample in samples]
@@ -130,7 +119,7 @@ class Samples(Record):
         """Returns a copy of the rows at these indices, in their order."""
         rows = np.asarray(rows, dtype=np.int64)
         columns: dict[str, Any] = {}
-        for name in self._columns():
+        for name in columns_of(type(self)):
             column = getattr(self, name)
             if isinstance(column, Ragged):
                 columns[name] = column.take(rows)
@@ -144,7 +133,7 @@ class Samples(Record):
     def join(cls, parts: Sequence["Samples"]) -> "Samples":
         """Concatenates the rows of several `Samples` that have the same rewards, in their order."""
         columns: dict[str, Any] = {}
-        for name in cls._columns():
+        for name in columns_of(cls):
             of_parts = [getattr(part, name) for part in parts]
             if isinstance(of_parts[0], Ragged):
                 offsets = np.concatenate([[0], *(column.lengths for column in of_parts)]).cumsum().astype(np.int64)
@@ -156,10 +145,6 @@ class Samples(Record):
                 columns[name] = tuple(value for column in filled for value in column)
         return replace(parts[0], **columns)
 
-    @classmethod
-    def _columns(cls) -> list[str]:
-        return [one.name for one in fields(cls) if one.name != "labels"]
-
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Returns [B], tokens of prompt and completion."""
@@ -168,13 +153,19 @@ class Samples(Record):
     @property
     def loss_mask(self) -> Ragged:
         """Returns bool [N], true for sampled tokens."""
-        return self._covered(np.ones(len(self.spans.values), dtype=bool))
+        return self.covered(np.ones(len(self.spans.values), dtype=bool))
 
-    def sampled_by(self, version: int) -> Ragged:
-        """Returns bool [N], true for the tokens that the weights of `version` sampled."""
-        return self._covered(self.spans.values[:, 2] == version)
+    def spans_by(self, version: int, whole: bool = False) -> Ragged:
+        """Returns bool [M], true for the spans that the weights of `version` sampled; `whole`: only those that are a whole turn.
 
-    def _covered(self, chosen: NDArray[np.bool_]) -> Ragged:
+        An engine that keeps its cache computes the other tokens of a turn from activations of several weights. If earlier weights
+        computed its prompt alone, an empty span begins the turn.
+        """
+        turns = np.cumsum(self._begins)
+        alone = np.bincount(turns)[turns] == 1 if whole else True
+        return Ragged((self.spans.values[:, 2] == version) & alone, self.spans.offsets)
+
+    def covered(self, chosen: NDArray[np.bool_]) -> Ragged:
         """Returns bool [N], true within the spans that are `chosen` [M]."""
         offsets = self.completion_ids.offsets
         edges = np.zeros(offsets[-1] + 1, dtype=np.int8)
@@ -194,23 +185,26 @@ class Samples(Record):
     @property
     def sampled_tokens(self) -> NDArray[np.int64]:
         """Returns [B], the number of tokens that the model sampled."""
-        counts = np.zeros(len(self), dtype=np.int64)
-        np.add.at(counts, self._row_of_span, self.spans.values[:, 1] - self.spans.values[:, 0])
-        return counts
+        lengths = self.spans.values[:, 1] - self.spans.values[:, 0]
+        return np.bincount(self._row_of_span, lengths, minlength=len(self)).astype(np.int64)
 
     @property
     def turns(self) -> NDArray[np.int64]:
         """Returns [B], the turns of the model: spans of a row that do not touch the one before them."""
+        return np.bincount(self._row_of_span[self._begins], minlength=len(self))
+
+    @property
+    def _begins(self) -> NDArray[np.bool_]:
+        """Returns bool [M], true for the first span of each turn."""
         rows, starts, stops = self._row_of_span, self.spans.values[:, 0], self.spans.values[:, 1]
-        begins = np.append(True, (rows[1:] != rows[:-1]) | (starts[1:] != stops[:-1]))[: len(rows)]
-        return np.bincount(rows[begins], minlength=len(self))
+        return np.append(True, (rows[1:] != rows[:-1]) | (starts[1:] != stops[:-1]))[: len(rows)]
 
     @property
     def weight_version(self) -> NDArray[np.int64]:
         """Returns [B], the oldest weight version that sampled a token of the row; -1: unknown."""
-        oldest = np.full(len(self), np.iinfo(np.int64).max)
-        np.minimum.at(oldest, self._row_of_span, self.spans.values[:, 2])
-        return np.where(oldest == np.iinfo(np.int64).max, -1, oldest)
+        oldest, starts, stops = np.full(len(self), np.iinfo(np.int64).max), self.spans.values[:, 0], self.spans.values[:, 1]
+        np.minimum.at(oldest, self._row_of_span[starts < stops], self.spans.values[starts < stops, 2])
+        return np.where(oldest == np.iinfo(np.int64).max, self.newest_version, oldest)
 
     @property
     def newest_version(self) -> NDArray[np.int64]:
@@ -218,6 +212,11 @@ class Samples(Record):
         newest = np.full(len(self), -1)
         np.maximum.at(newest, self._row_of_span, self.spans.values[:, 2])
         return newest
+
+
+def columns_of(kind: type) -> list[str]:
+    """Returns the fields of `Samples` or `RowTable` with one entry a row: all but the names of the rewards."""
+    return [one.name for one in fields(kind) if one.name != "labels"]
 
 
 def _number(value: float | None) -> float:

@@ -27,12 +27,10 @@ def score(
 def shared_out(
     samples: Sequence[Sample], budget: int, processes: Processes, compute: Callable[[MicroBatch], Tensor]
 ) -> list[Tensor]:
-    """Has each process compute a share of the samples, which are few and the same in all of them.
+    """Has each process compute a share of the samples, which are few and the same in all of them. `compute`: [K, B, T] of a
+    micro-batch.
 
     Returns one [K, L] tensor per sample, bit-identical in all processes. Raises SetupError if the memory does not suffice.
-
-    Args:
-        compute: [K, B, T] of a micro-batch.
     """
     columns = Samples.of(samples, ())
     scored: list[tuple[int, Tensor]] = []

@@ -1,7 +1,7 @@
 """Table of a step's samples that every process holds: a few numbers per row. Tokens stay in the process that sampled them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlgen.algorithms.base import Scores
 from rlgen.processes import Processes
-from rlgen.rollout.samples import Samples
+from rlgen.rollout.samples import Samples, columns_of
 
 # Columns of `Samples` that the table has as they are.
 OF_SAMPLES = (
@@ -44,11 +44,7 @@ class RowTable:
 
     @classmethod
     def gather(cls, samples: Samples, processes: Processes, first: int = 0) -> "RowTable":
-        """Gathers the rows of all processes. This is a collective.
-
-        Args:
-            first: index of the first of `samples` among all that this process holds.
-        """
+        """Gathers the rows of all processes: a collective. `first`: index of the first of `samples` among all of this process."""
         count, labels = len(samples), samples.labels
         causes = np.full((count, len(labels)), -1, dtype=np.int8)
         for row, errors in enumerate(samples.reward_errors):
@@ -71,25 +67,18 @@ class RowTable:
 
     @classmethod
     def join(cls, tables: Sequence["RowTable"]) -> "RowTable":
-        columns = [one.name for one in fields(cls) if one.name != "labels"]
-        return cls(
-            labels=tables[0].labels,
-            **{name: np.concatenate([getattr(table, name) for table in tables]) for name in columns},
-        )
+        columns = {name: np.concatenate([getattr(table, name) for table in tables]) for name in columns_of(cls)}
+        return cls(labels=tables[0].labels, **columns)
 
     def __len__(self) -> int:
         return len(self.group_id)
 
     def take(self, rows: NDArray[np.int64] | NDArray[np.bool_]) -> "RowTable":
-        columns = [one.name for one in fields(self) if one.name != "labels"]
-        return replace(self, **{name: getattr(self, name)[rows] for name in columns})
+        return replace(self, **{name: getattr(self, name)[rows] for name in columns_of(type(self))})
 
     def scores(self, weights: Mapping[str, float], kl: Tensor | None = None) -> Scores:
-        """Returns the rewards and groups of the rows as tensors, for an algorithm.
-
-        Args:
-            weights: of the rewards, by label.
-            kl: [B] KL of each completion to the reference.
+        """Returns the rewards and groups of the rows as tensors, for an algorithm. `weights`: of the rewards, by label. `kl`: [B]
+        KL of each completion to the reference.
         """
         columns = np.where(self.failed[:, None], np.nan, self.rewards)[:, [self.labels.index(label) for label in weights]]
         return Scores(

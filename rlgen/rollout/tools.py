@@ -40,9 +40,8 @@ class ToolTurns:
 
     @property
     def code(self) -> Mapping[str, str | None]:
-        return {
-            f"tools/{one.label}": fact.sha256 for one, fact in zip(self.box.entries, self.box.calls.pools[0].facts(), strict=True)
-        }
+        facts = self.box.calls.pools[0].facts()
+        return {f"tools/{entry.label}": fact.sha256 for entry, fact in zip(self.box.entries, facts, strict=True)}
 
     def reply(self, talk: ConversationState, room: int, answer: Answer) -> None:
         """Starts the calls of a turn. `answer` gets None if there are none, and else a Reply, once all tools have answered."""
@@ -72,9 +71,8 @@ class ToolTurns:
         default = self.box.entries[0].label
         names = [call.name if isinstance(call, ToolCall) and call.name in limits else default for call in turn.calls]
         share = max(1, room // 2 // len(every))
-        texts = [
-            self.suffixes.cut(one.text, min(limits[name], share), one.left_out) for name, one in zip(names, every, strict=True)
-        ]
+        pairs = zip(names, every, strict=True)
+        texts = [self.suffixes.cut(one.text, min(limits[name], share), one.left_out) for name, one in pairs]
         counts = Counter({"calls": len(every)})
         for call, one, text in zip(turn.calls, every, texts, strict=True):
             if isinstance(call, Malformed):
@@ -82,13 +80,8 @@ class ToolTurns:
             elif one.why:
                 counts[COUNTS[one.why]] += 1
             counts["cut"] += text != one.text or one.left_out > 0
-        answer(
-            Reply(
-                ids=self.suffixes.ids(names, texts, int(talk.completion.token_ids[-1])),
-                counts=dict(+counts),
-                messages=(assistant(turn), *told("tool", names, texts)),
-            )
-        )
+        ids = self.suffixes.ids(names, texts, int(talk.completion.token_ids[-1]))
+        answer(Reply(ids=ids, counts=dict(+counts), messages=(assistant(turn), *told("tool", names, texts))))
 
     def demonstrated(self, prompts: Sequence[Prompt]) -> list[tuple[list[int], list[int]]]:
         """Returns for each prompt the ids of a turn that calls the first tool with the prompt, and of the tool's answer."""
@@ -100,14 +93,11 @@ class ToolTurns:
         told = answers.result()
         if isinstance(told, RlgenError):
             raise told
-        stop = int(self.suffixes.tokenizer.eos_token_id)
-        return [
-            (
-                [*self.suffixes.turn([(call.name, call.arguments)]), stop],
-                self.suffixes.ids([call.name], [one.text], stop).tolist(),
-            )
-            for call, one in zip(calls, told, strict=True)
-        ]
+        stop, found = int(self.suffixes.tokenizer.eos_token_id), []
+        for call, one in zip(calls, told, strict=True):
+            said = [*self.suffixes.turn([(call.name, call.arguments)]), stop]
+            found.append((said, self.suffixes.ids([call.name], [one.text], stop).tolist()))
+        return found
 
     def end(self, conversation: Hashable) -> None:
         """Does nothing: tools remember no conversation."""
@@ -117,7 +107,6 @@ class ToolTurns:
 
 
 def assistant(turn: Turn) -> Mapping[str, Any]:
-    """Returns a turn of the model as a message."""
     message: dict[str, Any] = {"role": "assistant", "content": turn.content}
     if turn.thinking:
         message["reasoning_content"] = turn.thinking

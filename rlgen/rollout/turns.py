@@ -63,9 +63,8 @@ class Turns(Protocol):
         It must not wait: other conversations go on meanwhile. If `talk.last`, `answer` gets None if the turn needs no reply, else
         any Reply, whose ids are dropped. The conversation then counts as truncated, unless the Reply `ends` it.
 
-        Args:
-            room: tokens that the completion may still take, reply and next turn together. A Reply whose ids leave no room for a
-                token ends the conversation, truncated.
+        `room`: tokens that the completion may still take, reply and next turn together. A Reply whose ids leave no room for a
+        token ends the conversation, truncated.
         """
 
     def end(self, conversation: Hashable) -> None:

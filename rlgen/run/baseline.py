@@ -30,8 +30,7 @@ class Baselines:
         return self.folder / f"{hashlib.sha256(json.dumps(dict(self.model), sort_keys=True).encode()).hexdigest()[:16]}.json"
 
     def entries(self) -> list[dict[str, Any]]:
-        entries: list[dict[str, Any]] = read_json(self.path)["entries"] if self.path.exists() else []
-        return entries
+        return read_json(self.path)["entries"] if self.path.exists() else []
 
     def store(self, versions: Mapping[str, str], rungs: Sequence[Rung]) -> None:
         """Stores the measurements of `rungs` for these versions, and replaces an earlier entry of the same versions."""

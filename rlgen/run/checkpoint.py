@@ -13,12 +13,13 @@
 
 No process gathers sharded weights to save them: `whole_checkpoint` puts them together later, for tools that open a model. Runs
 of before have the weights unsharded and the optimizer's state in shards. A checkpoint can be loaded by any number of processes,
-with or without sharded weights, whichever way it was written.
+with or without sharded weights, whichever way it was written. Why not torch.distributed.checkpoint for unsharded states, too:
+`from_pretrained` and other tools open safetensors.
 
-The loop stops only while a snapshot is taken: each process copies what it writes to the CPU. A thread then writes the snapshot
-while the loop goes on, one checkpoint at a time. The folder is written under a temporary name, flushed, hashed, and renamed when
-it is complete. Each process hashes what it has written. Before a run resumes from a checkpoint, every byte is compared with its
-hash, by each process a share of the files. No file here is a pickle.
+In each process a thread copies to the CPU what the process saves, while the loop samples. Only the next update waits for that.
+The thread then writes the copies, one checkpoint at a time. The folder is written under a temporary name, flushed, hashed, and
+renamed when it is complete. Each process hashes what it has written. Before a run resumes from a checkpoint, every byte is
+compared with its hash, by each process a share of the files. No file here is a pickle.
 """
 
 import shutil
@@ -35,11 +36,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from rlgen.errors import CheckpointError, DamagedCheckpoint, UsageError
 from rlgen.files import appears, read_json
@@ -147,7 +144,7 @@ class Checkpoints:
                 "no good checkpoint to resume from: " + "; ".join(damaged) + ". Restore the files, name another checkpoint with"
                 " --resume-step, or start again with --clean"
             )
-        return ChosenCheckpoint(step=0, path=None, later=(), notices=())
+        return ChosenCheckpoint()
 
     def _compare(self, path: Path) -> None:
         """Compares this process's share of the files of a checkpoint with their hashes. Raises as `check_files`."""
@@ -181,24 +178,25 @@ class Checkpoints:
                 everything that the checkpoint relies on is on disk.
         """
         self.complete(wait=True)  # only one checkpoint is written at a time
-        clock, processes = PhaseClock(), self.processes
-        draws = processes.gather([random_tensors()])
-        processes.on_main(partial(self.folder.begin, at.step))
-        writer = processes.run_all(
-            lambda: Writer(
-                checkpoints=self,
-                model=model,
-                at=at,
-                schedule=deepcopy(schedule.state_dict()),
-                draws=draws,
-                optimizer=optimizer,
-                settle=settle,
-                clock=clock,
-            )
+        writer = Writer(
+            checkpoints=self,
+            model=model,
+            at=at,
+            schedule=deepcopy(schedule.state_dict()),
+            optimizer=optimizer,
+            settle=settle,
+            clock=PhaseClock(),
         )
+
+        def begin() -> dict[str, Tensor]:
+            if self.processes.is_main:
+                self.folder.begin(at.step)
+            return random_tensors()
+
         try:
+            writer.draws = self.processes.gather_all(begin)  # the loop waits for this exchange only
             writer.start()
-        except BaseException:  # Ctrl-C: without its thread nothing would ever end the save, and `close` would wait for it
+        except BaseException:  # without its thread nothing would ever end the save, and an update would wait for it
             writer.hook.remove()
             raise
         self._writer = writer
@@ -279,7 +277,9 @@ def load_checkpoint(
             load_shards(path / OPTIMIZER_SHARDS, model, optimizer)
         else:
             load_optimizer(load_file(path / "state" / "optimizer.safetensors"), model, optimizer)
-        schedule.load_state_dict(state["schedule"])
+        # A list has an entry for each group of parameters, all alike. Weights that are divided otherwise are in other groups.
+        stored, groups = state["schedule"], len(optimizer.param_groups)
+        schedule.load_state_dict({key: one[:1] * groups if isinstance(one, list) else one for key, one in stored.items()})
         # load_state_dict does not set the learning rate of the optimizer: a schedule does that only when it steps.
         for group, rate in zip(optimizer.param_groups, schedule.get_last_lr(), strict=True):
             group["lr"] = rate

@@ -24,10 +24,10 @@ class ChosenCheckpoint:
     ChosenCheckpoint(step=20, path=.../step_000020, later=(.../step_000030,), notices=("...",))
     """
 
-    step: int  # 0: no checkpoint exists
-    path: Path | None
-    later: tuple[Path, ...]  # newer checkpoints, which the run does not resume from
-    notices: tuple[str, ...]
+    step: int = 0  # 0: no checkpoint exists
+    path: Path | None = None
+    later: tuple[Path, ...] = ()  # newer checkpoints, which the run does not resume from
+    notices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from rlgen.files import LogFile
 from rlgen.metrics import Family, Metric
 from rlgen.redact import printable, redacted
 from rlgen.run.clock import as_clock, remaining
+from rlgen.run.directory import json_line
 
 WIDTH = 80  # most characters of a step's line
 OUTPUTS = (1, 2)  # descriptors of standard output and standard error
@@ -165,8 +166,6 @@ class JsonConsole(Console):
         release(self.output)
 
     def evaluation(self, record: Record) -> None:
-        from rlgen.run.directory import json_line
-
         self.objects.say(json_line(dict(record)).rstrip())
 
     def step(self, record: Record, examples: Examples) -> None:

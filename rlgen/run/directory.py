@@ -71,6 +71,7 @@ class RunDirectory:
         self.provenance = path / "provenance.json"
         self.resolved = path / "resolved.yaml"
         self.save_now = path / "save_now"
+        self.made: Sequence[Path] = ()  # folders that `create` made: `path`, and those above it
         self._reserve = path / ".reserve"
         self._lock = lock
         self._health: Sequence[str] = ()
@@ -81,9 +82,11 @@ class RunDirectory:
 
         Raises UsageError if it holds another run, or is in use.
         """
+        made = [folder for folder in (path, *path.parents) if not folder.exists()]
         with written(path):
             path.mkdir(parents=True, exist_ok=True)
         with cls._locked(path) as directory:
+            directory.made = made
             if not _untouched(path):
                 raise UsageError(
                     f"{path} already holds a run; go on with --resume, take another name with --set run.name=… or --run-dir, or"
@@ -126,15 +129,21 @@ class RunDirectory:
 
     @staticmethod
     def look(path: Path) -> dict[str, Any]:
-        """Returns the contents of status.json of the run at `path`; {} if there is none."""
+        """Returns the contents of status.json of the run at `path`; {} if there is none, and words for one that is damaged."""
         file = path / "status.json"
-        return read_json(file) if file.is_file() else {}
+        found = _content(file, dict)
+        said = f"{file} is damaged; --resume goes on from the last checkpoint, and writes it again"
+        return {"state": "unknown", "message": said} if found is None else found
 
     @staticmethod
     def attempts(path: Path) -> list[dict[str, Any]]:
-        """Returns the entries of provenance.json of the run at `path`: one for each attempt that began to train, oldest first."""
+        """Returns the entries of provenance.json of the run at `path`: one for each attempt that began to train, oldest first.
+        Raises CheckpointError if the file is damaged.
+        """
         file = path / "provenance.json"
-        return read_json(file) if file.is_file() else []
+        if (found := _content(file, list)) is None:
+            raise CheckpointError(f"{file} is damaged; bring it back, or delete it: --resume then cannot check data and rewards")
+        return found
 
     @staticmethod
     def clean(path: Path) -> None:
@@ -310,7 +319,9 @@ def _lock(path: Path) -> int:
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
+            if os.fstat(file).st_nlink:
+                return file
+            raise BlockingIOError(errno.EWOULDBLOCK, "the holder of the lock has removed it with the folder")
         except OSError as error:
             if error.errno not in HELD:  # the file system does not support locks, or cannot lock now
                 os.close(file)
@@ -330,15 +341,22 @@ def _not_to_be_cleaned(path: Path) -> str | None:
     place = path.resolve()
     if any(kept.resolve().is_relative_to(place) for kept in (Path.home(), Path.cwd())):
         return "is the home directory, the working directory, or holds one of them"
-    return None if _own_status(path) is not None else "holds no status.json of a run of rlgen"
+    return None if _own_status(path) is not None else "holds no status.json of a run of rlgen; if it may go, remove it yourself"
+
+
+def _content(file: Path, kind: type) -> Any:
+    """Returns what a JSON file holds; an empty `kind` if there is no file, and None if it is damaged, or not of this kind."""
+    with suppress(ValueError):
+        content = read_json(file) if file.is_file() else kind()
+        return content if isinstance(content, kind) else None
 
 
 def _own_status(path: Path) -> dict[str, Any] | None:
     """Returns the contents of status.json at `path`; None if it is missing, unreadable or not written by rlgen."""
     try:
-        status: dict[str, Any] = read_json(path / "status.json")
-        return status if {"state", "step", "steps", "exit_code", "pid"} <= status.keys() else None
-    except (OSError, ValueError, AttributeError, CheckpointError):
+        status = _content(path / "status.json", dict)
+        return status if status and {"state", "step", "steps", "exit_code", "pid"} <= status.keys() else None
+    except (OSError, CheckpointError):
         return None
 
 
@@ -381,16 +399,14 @@ def _untouched(path: Path) -> bool:
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:
-    """Returns the objects of a file with one JSON object a line, by step. A line that is not complete yet is left out.
-
-    Metrics of earlier versions have their names of today.
+    """Returns the objects of a file with one JSON object a line, by step; lines that are not complete, or name no step, are left
+    out. Metrics of earlier versions have their names of today.
     """
     found: list[dict[str, Any]] = []
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else ():
-        try:
-            found.append({RENAMED.get(key, key): value for key, value in json.loads(line).items()})
-        except (ValueError, AttributeError):  # the run is being written, or was killed while writing
-            continue
+        with suppress(ValueError, AttributeError):  # the run is being written, or was killed while writing
+            record = {RENAMED.get(key, key): value for key, value in json.loads(line).items()}
+            found += [record] if isinstance(record.get("step"), int) else []
     return sorted(found, key=lambda record: record["step"])
 
 

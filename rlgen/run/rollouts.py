@@ -40,11 +40,12 @@ class RolloutWriter:
     prompt_at: Callable[[int], Prompt]  # the prompt at a position of the data's order
     tokenizer: PreTrainedTokenizerBase
     stop_ids: Sequence[int]
-    every: int  # steps between two that are written; 0: only those that are written with `always`
-    keep: int | None  # number of newest steps that are kept; None: all
-    needed: Callable[[], int]  # rollouts of steps after the returned step are never deleted: a resumed run may need them
-    stamp: Callable[[Rollout], Stamp]  # metadata of a step's file, which the journal reads when a run is resumed
-    on_disk: Callable[[int, Path], None]  # called in the thread when all processes have written their rows of a step
+    every: int = 1  # steps between two that are written; 0: only those that are written with `always`
+    keep: int | None = None  # number of newest steps that are kept; None: all
+    # Rollouts of steps after the step that it returns are never deleted: a resumed run may need them.
+    needed: Callable[[], int] = lambda: 0
+    stamp: Callable[[Rollout], Stamp] = lambda rollout: {}  # metadata of a step's file, which the journal reads on a resume
+    on_disk: Callable[[int, Path], None] = lambda step, path: None  # called in the thread when all processes have written a step
     turns: bool = False  # completions are conversations of several turns, whose messages are written too
     columns: DataColumns | None = None
     failure: CheckpointError | None = None
@@ -118,7 +119,7 @@ class RolloutWriter:
         places = {group: place for place, (group, _) in enumerate(groupby(samples.group_id.tolist()))}
         prompts = [self.prompt_at(group) for group in places]
         row_of = pa.array(np.fromiter((places[group] for group in samples.group_id.tolist()), dtype=np.int64))
-        ids = [last_turn(samples.completion_ids[row], samples.spans_of(row), self.stop_ids) for row in range(len(samples))]
+        ids = [last_turn(row.completion_ids, row.spans, row.messages, self.stop_ids) for row in samples]
         completions = [text for start in range(0, len(ids), DECODED) for text in self._decoded(ids[start : start + DECODED])]
         texts = {
             "prompt": pa.array([sound(prompt.text) for prompt in prompts], pa.string()).take(row_of),
@@ -140,11 +141,10 @@ class RolloutWriter:
 
     def text_of(self, sample: Sample) -> str:
         """Returns the text of the last turn of a completion, without the stop token that ended it."""
-        return self._decoded([last_turn(sample.completion_ids, sample.spans, self.stop_ids)])[0]
+        return self._decoded([last_turn(sample.completion_ids, sample.spans, sample.messages, self.stop_ids)])[0]
 
     def _decoded(self, ids: Sequence[Ids]) -> list[str]:
-        texts: list[str] = self.tokenizer.batch_decode([one.tolist() for one in ids], skip_special_tokens=True)
-        return texts
+        return self.tokenizer.batch_decode([one.tolist() for one in ids], skip_special_tokens=True)
 
 
 def sound(text: str) -> str:

@@ -217,8 +217,7 @@ def seed_random(place: str) -> None:
 def copied(tensors: Mapping[str, Tensor], room: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copies tensors into contiguous CPU buffers; of sharded ones, the local shards. The next save overwrites them.
 
-    Args:
-        room: the buffers, which all saves reuse, because allocating the memory takes longer than copying.
+    All saves reuse the buffers, `room`, because allocating the memory takes longer than copying.
     """
     for name, tensor in tensors.items():
         held = room.get(name)

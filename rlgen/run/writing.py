@@ -57,7 +57,7 @@ class Writer:
     model: PreTrainedModel  # read for tensor names and the frozen base of an adapter only, never for trained values
     at: Position
     schedule: Mapping[str, Any]
-    draws: list[dict[str, Tensor]]  # random states by rank
+    draws: list[dict[str, Tensor]] = field(default_factory=list)  # random states by rank
     optimizer: InitVar[Optimizer]
     settle: Callable[[], None]  # returns when everything that the checkpoint relies on is on disk
     clock: PhaseClock  # runs since the save began

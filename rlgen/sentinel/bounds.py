@@ -29,6 +29,7 @@ POWER = 5.0  # a check counts only if the fault would move the gap by more than 
 FACTOR = 3.0  # the bounds, in multiples of the noise
 FLOOR = 1e-6  # nats; the distance of neighbouring float32 log-probs near -8; engines report float32
 ROUNDINGS = 4  # of the closer measurement
+NONE_SURE = "no token can be compared: at each, rounding decides which ids are kept"  # see `Truncation.sure`
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +84,10 @@ class Noise:
     rms: float  # root of the mean square
 
     @classmethod
-    def of(cls, deltas: Tensor) -> "Noise":
-        """Measures [N] differences that rounding has made."""
+    def of(cls, deltas: Tensor) -> "Noise | None":
+        """Measures [N] differences that rounding has made; returns None if there is none."""
         size = deltas.double().abs()
-        return cls(size.mean().item(), size.square().mean().sqrt().item())
+        return cls(size.mean().item(), size.square().mean().sqrt().item()) if len(size) else None
 
     def or_more(self, other: "Noise | None") -> "Noise":
         """Returns the larger of both, value by value."""

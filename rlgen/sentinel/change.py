@@ -42,8 +42,9 @@ class AddedNoise:
 
     def swapped(self, one: str, other: str) -> AbstractContextManager[None]:
         """Exchanges the values of two tensors of equal shape inside the block."""
-        first, second = (part(self.parameters[name]).detach().clone() for name in (one, other))
-        return overwritten(self.parameters, {one: second, other: first})
+        pairs = (one, other), (other, one)  # each as it is sharded: equal shapes may be split along other dimensions
+        shards = {to: part_of_stored(whole(self.parameters[of]), self.parameters[to]).detach().clone() for to, of in pairs}
+        return overwritten(self.parameters, shards)
 
 
 @torch.no_grad()

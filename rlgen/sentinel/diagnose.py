@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from rlgen.errors import Fault
 from rlgen.models.lora import adapted_layers, is_adapted, without_adapter
 from rlgen.processes import Processes
-from rlgen.sentinel.bounds import Bounds, Gap, between, sampler_logp
+from rlgen.sentinel.bounds import Gap, between, sampler_logp
 from rlgen.sentinel.change import AddedNoise, earlier_head
-from rlgen.sentinel.probe import TrainerSide
+from rlgen.sentinel.probe import Probe, TrainerSide
 from rlgen.types import WHOLE, Distribution, Sample, no_experts
 
 TEMPERATURES = tuple(step / 20 for step in range(1, 41))  # 0.05 to 2
@@ -38,11 +38,11 @@ ADAPTER_IGNORED: Cause = (
 )
 
 
-def explain(trainer: TrainerSide, samples: Sequence[Sample], distribution: Distribution, bounds: Bounds) -> Cause | None:
+def explain(probe: Probe, samples: Sequence[Sample], distribution: Distribution) -> Cause | None:
     """Returns the cause that brings the engine's log-probs of `samples` within the bounds; None if no known cause does."""
-    for cause, gap in rivals(trainer, samples, distribution):
+    for cause, gap in rivals(probe.trainer, samples, distribution):
         # The main process decides for all: a last bit may differ between processes.
-        if trainer.processes.gather([bounds.hold(gap)])[0]:
+        if probe.processes.gather([probe.bounds.hold(gap)])[0]:
             return cause
     return None
 
@@ -114,7 +114,7 @@ def truncation_rule(
     each token shows how many ids were kept, and one rule must fit all tokens. Where the ids at the edge have next to no
     probability, as after a sure choice from a large vocabulary, their number is lost in rounding: such tokens show nothing.
     """
-    left, all_mass, count, mass, mass_before, last_kept, first_dropped = [], [], [], [], [], [], []
+    measured = []
     for sample, told_L in zip(samples[:FEW], reported, strict=False):
         logp_LV = trainer.logp_of_all(sample, distribution)
         logp_L = logp_LV.gather(-1, torch.from_numpy(sample.completion_ids).long()[:, None])[:, 0]
@@ -123,20 +123,16 @@ def truncation_rule(
         last_L1 = (mass_LV - (logp_L - told_L).exp()[:, None]).abs().argmin(-1, keepdim=True)
         mass_L, ranked_L = mass_LV.gather(-1, last_L1)[:, 0], ranked_LV.gather(-1, last_L1)[:, 0]
         next_L = torch.nn.functional.pad(ranked_LV, (0, 1)).gather(-1, last_L1 + 1)[:, 0]
-        left.append(logp_L - mass_L.log() - told_L)
-        all_mass.append(mass_L)
-        shows = (ranked_L > CLEAR) & (next_L > CLEAR)
-        count.append(last_L1[shows, 0].double() + 1)
-        mass.append(mass_L[shows])
-        mass_before.append((mass_L - ranked_L)[shows])
-        last_kept.append((ranked_L / ranked_LV[:, 0])[shows])
-        first_dropped.append((next_L / ranked_LV[:, 0])[shows])
-    gap = Gap.of(torch.cat(left))
+        shows, first_L = (ranked_L > CLEAR) & (next_L > CLEAR), ranked_LV[:, 0]
+        of_rules = last_L1[:, 0].double() + 1, mass_L, mass_L - ranked_L, ranked_L / first_L, next_L / first_L
+        measured.append([logp_L - mass_L.log() - told_L, mass_L, *(values_L[shows] for values_L in of_rules)])
+    left, all_mass, count, mass, mass_before, last_kept, first_dropped = map(torch.cat, zip(*measured, strict=True))
+    gap = Gap.of(left)
 
-    def edge(values: list[Tensor], quantile: float) -> float:
-        return torch.cat(values).quantile(quantile).item()
+    def edge(values: Tensor, quantile: float) -> float:
+        return values.quantile(quantile).item()
 
-    if not torch.cat(count).numel() or torch.cat(all_mass).mean() > 0.999:  # almost all of the probability is kept: not truncated
+    if not count.numel() or all_mass.mean() > 0.999:  # almost all of the probability is kept: not truncated
         return None
     if edge(count, OUTLIERS) == edge(count, 1 - OUTLIERS):
         return f"top-k {edge(count, 0.5):.0f}", gap
@@ -171,36 +167,34 @@ def other_prompts(
     return Gap.of(torch.cat(left))
 
 
-def explain_sync(
-    trainer: TrainerSide, samples: Sequence[Sample], distribution: Distribution, bounds: Bounds, change: AddedNoise
-) -> Cause | None:
+def explain_sync(probe: Probe, samples: Sequence[Sample], change: AddedNoise) -> Cause | None:
     """Returns why samples after a sync of changed weights do not fit them: lost or exchanged tensors. None: neither does.
 
     Args:
         change: the weights before the change (`saved`) and, in the policy, as they were sent.
     """
     few = sorted(samples, key=lambda sample: -len(sample.completion_ids))[:FEW]
-    policy, names = trainer.policy, list(change.parameters)
+    policy, names = probe.policy, list(change.parameters)
     head = policy.model.get_output_embeddings().weight
     # The module gathers a sharded head from its own embedding, so that it cannot be replaced by an earlier one.
     tied = policy.model.config.get_text_config().tie_word_embeddings and not isinstance(head, DTensor)
     for name in names:
         if tied and change.parameters[name].data_ptr() == head.data_ptr():
             with earlier_head(policy, change.saved[name]):
-                if bounds.hold(trainer.gap(few, distribution)):
+                if probe.fits(few):
                     return (
                         Fault.STALE_HEAD,
                         f"the engine's head multiplies with an earlier copy of {name}, to which it is tied: repack it after"
                         " each reload",
                     )
-    if stale := explaining(trainer, few, distribution, bounds, names, change.put_back):
+    if stale := explaining(probe, few, names, change.put_back):
         return Fault.STALE_TENSOR, f"the engine computes with earlier values of {named(stale)}"
     pairs = [(a, b) for a, b in combinations(names, 2) if change.parameters[a].shape == change.parameters[b].shape]
     place = {name: number for number, name in enumerate(names)}
     pairs.sort(key=lambda pair: place[pair[1]] - place[pair[0]])  # neighbours first: they are the ones that loaders exchange
-    for one, other in in_time(pairs, trainer.processes):
+    for one, other in in_time(pairs, probe.processes):
         with change.swapped(one, other):
-            if bounds.hold(trainer.gap(few, distribution)):
+            if probe.fits(few):
                 return Fault.SWAPPED_TENSORS, f"the engine holds {one} in the place of {other}, and vice versa"
     return None
 
@@ -218,18 +212,17 @@ def named(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def explain_adapter(trainer: TrainerSide, samples: Sequence[Sample], distribution: Distribution, bounds: Bounds) -> Cause | None:
+def explain_adapter(probe: Probe, samples: Sequence[Sample]) -> Cause | None:
     """Returns why samples after a sync of a changed adapter do not fit it; None if no cause is found.
 
     The causes are an engine that ignores the adapter in all layers, or in some.
     """
-    model = trainer.policy.model
+    model = probe.policy.model
     with without_adapter(model):
-        if bounds.hold(trainer.gap(samples, distribution)):
+        if probe.fits(samples):
             return ADAPTER_IGNORED
     few = sorted(samples, key=lambda sample: -len(sample.completion_ids))[:FEW]
-    without = partial(without_adapter, model)
-    if ignored := explaining(trainer, few, distribution, bounds, list(adapted_layers(model)), without):
+    if ignored := explaining(probe, few, list(adapted_layers(model)), partial(without_adapter, model)):
         return (
             Fault.ADAPTER_IGNORED,
             f"the engine ignores the adapter of {named(ignored)}: there its weights are the base model's",
@@ -238,29 +231,24 @@ def explain_adapter(trainer: TrainerSide, samples: Sequence[Sample], distributio
 
 
 def explaining(
-    trainer: TrainerSide,
-    samples: Sequence[Sample],
-    distribution: Distribution,
-    bounds: Bounds,
-    names: Sequence[str],
-    without: Callable[[Sequence[str]], AbstractContextManager[None]],
+    probe: Probe, samples: Sequence[Sample], names: Sequence[str], without: Callable[[list[str]], AbstractContextManager[None]]
 ) -> list[str]:
     """Returns names for which the gap inside of `without(names)` is within the bounds; [] if there are none.
 
     Adds the names one by one, in the order of the gap that each leaves alone, and keeps those that reduce it.
     """
 
-    def left(chosen: Sequence[str]) -> Gap:
+    def left(chosen: list[str]) -> Gap:
         with without(chosen):
-            return trainer.gap(samples, distribution)
+            return probe.trainer.gap(samples, probe.whole)
 
     least = left([])
-    alone = {name: left([name]).mean_delta for name in in_time(names, trainer.processes)}
+    alone = {name: left([name]).mean_delta for name in in_time(names, probe.processes)}
     stale: list[str] = []
-    for name in in_time(sorted(alone, key=alone.__getitem__), trainer.processes):
+    for name in in_time(sorted(alone, key=alone.__getitem__), probe.processes):
         gap = left([*stale, name])
         if gap.mean_delta < least.mean_delta:
             stale, least = [*stale, name], gap
-            if bounds.hold(least):
+            if probe.bounds.hold(least):
                 return stale
     return []

@@ -69,7 +69,7 @@ class TrainerSide:
     def noise(self, samples: Sequence[Sample], distributions: Sequence[Distribution]) -> Noise | None:
         """Returns what rounding explains of a gap on these samples, the most over `distributions`; None if it cannot be measured.
 
-        That is the case with quantised weights of unknown rounding, and for models whose code does not run in another dtype.
+        So it is with quantised weights of unknown rounding, if the model's code runs in no other dtype, or if no token is `sure`.
         """
         held, own, distributions = self.engine_holds, self.policy.dtype, tuple(dict.fromkeys(distributions))
         if self.engine_dtype is None or held is None:
@@ -89,13 +89,14 @@ class TrainerSide:
         noise: Noise | None = None
         for k, distribution in enumerate(distributions):
             rounded = [(one[k].double() - other[0, k]).abs() + other[1, k] for one, other in zip(logp, beside, strict=True)]
-            noise = Noise.of(torch.cat(where(rounded, self.sure(samples, distribution)))).or_more(noise)
+            if of_one := Noise.of(torch.cat(where(rounded, self.sure(samples, distribution)))):
+                noise = of_one.or_more(noise)
         return noise
 
-    def noise_of_roundings(self, samples: Sequence[Sample], distribution: Distribution) -> Noise:
+    def noise_of_roundings(self, samples: Sequence[Sample], distribution: Distribution) -> Noise | None:
         """Returns how far log-probs on these samples are from those of `ROUNDINGS` other roundings, each as valid.
 
-        For each token this is the root of the mean square over the roundings.
+        For each token this is the root of the mean square over the roundings. None: no token is `sure`.
         """
         sure = self.sure(samples, distribution)
         logp, squares = torch.cat(where(self.logp(samples, distribution), sure)).double(), []
@@ -147,7 +148,8 @@ class Probe:
         probe = self.measured(samples, distribution)
         if probe.noise is None:
             return probe
-        return replace(probe, noise=probe.noise.or_more(self.trainer.noise_of_roundings(samples, distribution)))
+        closer = self.trainer.noise_of_roundings(samples, distribution)
+        return probe if closer is None else replace(probe, noise=closer.or_more(probe.noise))
 
     @property
     def policy(self) -> Policy:
@@ -161,6 +163,10 @@ class Probe:
     def whole(self) -> Distribution:
         """Returns the distribution of the run's temperature over all ids, in which every fault shows."""
         return self.sampling.distribution.whole
+
+    def fits(self, samples: Sequence[Sample]) -> bool:
+        """Returns whether the gap on samples of the distribution `whole` is within the bounds."""
+        return self.bounds.hold(self.trainer.gap(samples, self.whole))
 
     def plain(self, distribution: Distribution | None, tokens: int) -> Sampling:
         """Returns the settings of the run, without a regular expression.

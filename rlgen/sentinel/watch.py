@@ -1,18 +1,20 @@
 """Compares engine and trainer on every batch of a run, before its weights change (check 7)."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from itertools import compress
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlgen.errors import EngineError, Fault, SentinelError
 from rlgen.metrics import Metric
 from rlgen.rollout.sample import turns_apart
 from rlgen.rollout.samples import Samples
-from rlgen.sentinel.bounds import Gap, engine_gap
+from rlgen.sentinel.bounds import NONE_SURE, Gap, engine_gap
 from rlgen.sentinel.diagnose import Cause, explain
 from rlgen.sentinel.probe import FEWER_TOKENS, Probe
 from rlgen.sentinel.rungs import caught, changed_sync
@@ -20,7 +22,6 @@ from rlgen.sentinel.sync import send_weights
 from rlgen.sentinel.verdict import Outcome
 from rlgen.types import Distribution, Sample, Sampling
 
-OnDrift = Literal["warn", "stop", "checkpoint_and_stop"]
 WORST = 32  # number of samples of a batch that are used to find a cause
 MEASURED = 8  # of these, those whose noise is measured
 
@@ -35,18 +36,20 @@ class Watch:
     """
 
     probe: Probe
-    on_drift: OnDrift
+    warns: bool  # of a drift, instead of raising an error
     sleeps: bool  # whether the engine frees its weights while the trainer works
     probe_every: int | None  # syncs between two comparisons of new completions; None: only batches are compared
     drain: Callable[[], None]  # waits until the engine has no work in the background
     say: Callable[[str], None]
+    said: set[Distribution] = field(default_factory=set)  # those of `say_once`; copies share it
 
     def __call__(self, samples: Samples, logp: Tensor, step: int, sure: Tensor | None = None) -> bool | None:
         """Returns whether engine and trainer differ on the tokens that version `step` - 1 sampled; None if there are none.
 
-        Tokens of earlier weights are left out, because they differ legitimately. Those that follow them in a row count: the
-        engine computes what is before them again, with its new weights. Rows that the policy could not compute (NaN) are left
-        out too: they say nothing about the engine. Raises SentinelError as `drifted` does.
+        Tokens of earlier weights are left out, because they differ legitimately. Those that follow them in a row count, if the
+        engine computes what is before them again, with its new weights (not with `EngineCapabilities.keeps_cache`). Rows that
+        the policy could not compute (NaN) are left out too: they say nothing about the engine. Raises SentinelError as `drifted`
+        does.
 
         Args:
             samples: those of this process; all processes call this at the same time with theirs.
@@ -57,17 +60,21 @@ class Watch:
         delta = torch.where(mask, logp.double() - torch.from_numpy(samples.sampler_logp.values).double(), 0.0)
         row_of = torch.from_numpy(np.repeat(np.arange(len(samples)), samples.completion_ids.lengths))
         unknown = torch.zeros(len(samples)).index_add(0, row_of, delta.isnan().float()) > 0
-        sampled = torch.from_numpy(samples.sampled_by(step - 1).values) & ~unknown[row_of]
-        if sure is not None:
-            sampled &= sure
+        spans = samples.spans_by(step - 1, whole=self.probe.engine.abilities.keeps_cache)
+        sampled = torch.from_numpy(samples.covered(spans.values).values) & ~unknown[row_of]
         total = self.probe.processes.total
         if not int(total(sampled.sum(), "sum")):
             return None
+        if sure is not None:
+            sampled &= sure
+            if not int(total(sampled.sum(), "sum")):
+                self.say_once(f"batch of step {step}")
+                return None
         gap = Gap.of(delta[sampled], total)
         sizes = torch.where(sampled, delta.abs(), -1.0)
         largest = torch.full((len(samples),), -1.0, dtype=torch.float64).scatter_reduce(0, row_of, sizes, "amax")
         rows = largest.argsort(descending=True, stable=True)[:WORST].tolist()
-        off = [(largest[row].item(), part_of(samples[row], step - 1)) for row in rows if largest[row] >= 0]
+        off = [(largest[row].item(), part_of(samples[row], spans[row])) for row in rows if largest[row] >= 0]
         return self.drifted(gap, lambda: self.worst(off), self.probe.sampling.distribution, step, f"batch of step {step}")
 
     def after_sync(self, step: int) -> dict[str, Any]:
@@ -93,7 +100,7 @@ class Watch:
         return replace(self, probe=replace(self.probe, sampling=sampling))
 
     def evaluated(self, samples: Sequence[Sample], step: int) -> dict[str, Any]:
-        """Compares completions of an evaluation by the weights of `step`, and returns metrics; {} if there are none.
+        """Compares completions of an evaluation by the weights of `step`, and returns metrics; {} if no token can be compared.
 
         The samples are the same in all processes. Raises SentinelError as `drifted` does.
         """
@@ -101,10 +108,20 @@ class Watch:
             return {}
         samples = [turn for sample in samples for turn in turns_apart(sample)]
         trainer, distribution = self.probe.trainer, self.probe.sampling.distribution
-        logp = trainer.logp(samples, distribution)
-        gap = engine_gap(samples, logp, trainer.sure(samples, distribution))
-        self.drifted(gap, lambda: worst(samples, logp), distribution, step + 1, f"evaluation after step {step}")
+        logp, sure = trainer.logp(samples, distribution), trainer.sure(samples, distribution)
+        where = f"evaluation after step {step}"
+        if sure is not None and not torch.cat(sure).any():
+            self.say_once(where)
+            return {}
+        gap = engine_gap(samples, logp, sure)
+        self.drifted(gap, lambda: worst(samples, logp), distribution, step + 1, where)
         return {Metric.EVAL_DELTA_MEAN: gap.mean_delta, Metric.EVAL_DELTA_MAX: gap.max_delta}
+
+    def say_once(self, where: str) -> None:
+        """Says that `where` was not compared, unless that was said of the same distribution."""
+        if (distribution := self.probe.sampling.distribution) not in self.said:
+            self.said.add(distribution)
+            self.say(f"sentinel: {where}, {distribution}: {NONE_SURE}; said once")
 
     def worst(self, off: Sequence[tuple[float, Sample]]) -> list[Sample]:
         """Returns the samples that differ most among those of all processes, turn by turn; the same in every process."""
@@ -130,8 +147,8 @@ class Watch:
         if not probe.given and probe.bounds.hold(gap):
             return False
         words = probe.bounds.words(gap)
-        cause = explain(probe.trainer, samples, distribution, probe.bounds)
-        if self.on_drift == "warn":
+        cause = explain(probe, samples, distribution)
+        if self.warns:
             fault, why = cause or (Fault.DRIFT, "no known cause fits; stop the run, and run `rlgen doctor`")
             self.say(f"warning: {SentinelError(fault, f'{why}. {words}', where)}")
             return True
@@ -141,8 +158,7 @@ class Watch:
     def look_again(self, probe: Probe, gap: Gap) -> Cause:
         """Finds the cause of a drift by `gap`: does the engine hold the current weights, and does sending them again help?"""
         self.drain()
-        whole = probe.whole
-        if not self.sleeps and probe.bounds.hold(probe.trainer.gap(probe.sample(whole, FEWER_TOKENS), whole)):
+        if not self.sleeps and probe.fits(probe.sample(probe.whole, FEWER_TOKENS)):
             if probe.bounds.mean_delta is not None and gap.mean_delta <= probe.bounds.mean_delta:
                 # Other weights would move most tokens.
                 return Fault.DRIFT, "engine and trainer agree on new samples, and here on most tokens, but not on a few"
@@ -174,9 +190,9 @@ class Watch:
         )
 
 
-def part_of(sample: Sample, version: int) -> Sample:
-    """Returns the sample with only those tokens marked as sampled that the weights of `version` sampled."""
-    return replace(sample, spans=tuple(span for span in sample.spans if span.version == version))
+def part_of(sample: Sample, chosen: NDArray[np.bool_]) -> Sample:
+    """Returns the sample with only the tokens of the `chosen` spans marked as sampled."""
+    return replace(sample, spans=tuple(compress(sample.spans, chosen)))
 
 
 def worst(samples: Sequence[Sample], logp: Sequence[Tensor]) -> list[Sample]:

@@ -10,8 +10,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -65,14 +65,12 @@ def train(path: Path, options: TrainOptions = PLAIN, say: Say = print) -> Path:
                 return train_on_cluster(loaded, command, say, stop)
             stop.by(deadline_of(loaded.recipe.run.must_save_by, began))
             options = after_restart(loaded.recipe.run_path, options)
-            with nothing_left(loaded.recipe.run_path):
-                run_with_status(loaded, open_directory(loaded, options), options, None, stop)
+            run_with_status(loaded, open_directory(loaded, options), options, None, stop)
             return loaded.recipe.run_path
         processes, loaded = meet(load)
         stop.by(deadline_of(loaded.recipe.run.must_save_by, began))
-        asked = options
         with processes.reporting_once():
-            options = processes.on_main(lambda: after_restart(loaded.recipe.run_path, asked))
+            options = processes.on_main(partial(after_restart, loaded.recipe.run_path, options))
             directory = processes.main_first(
                 lambda: open_directory(loaded, options) if processes.is_main else RunDirectory.join(loaded.recipe.run_path)
             )
@@ -156,24 +154,18 @@ def meet(load: Callable[[], LoadedRecipe]) -> "tuple[Processes, LoadedRecipe]":
         return processes, processes.run_all(given)
 
 
-@contextmanager
-def nothing_left(place: Path) -> Iterator[None]:
-    """Removes the run's folder again if the block created it, and a mistake in its inputs ended it before anything was trained.
+def nothing_left(directory: RunDirectory, code: int) -> None:
+    """Removes the run's folder if this process created it, and a mistake in its inputs ended it before anything was trained.
 
     The error message says all that the folder would. If torchrun may start the run again, the folder stays: its status prevents
-    a useless restart.
+    a useless restart. Call it while `directory` is locked: without the lock, another start could be in the folder by now.
     """
-    made = [folder for folder in (place, *place.parents) if not folder.exists()]
-    try:
-        yield
-    except RlgenError as error:
-        begun = (place / "provenance.json").exists() or "TORCHELASTIC_RESTART_COUNT" in os.environ
-        if error.exit_code in OF_INPUTS and place in made and not begun:
-            with suppress(OSError):
-                shutil.rmtree(place)
-                for folder in made[1:]:
-                    folder.rmdir()  # unless another run is in it by now
-        raise
+    begun = directory.provenance.exists() or "TORCHELASTIC_RESTART_COUNT" in os.environ
+    if code in OF_INPUTS and directory.made and not begun:
+        with suppress(OSError):
+            shutil.rmtree(directory.path)
+            for folder in directory.made[1:]:
+                folder.rmdir()  # unless another run is in it by now
 
 
 def run_with_status(
@@ -198,6 +190,8 @@ def run_with_status(
             is_heard = processes is not None and processes.reports_end() and directory.status().get("exit_code") is None
             if is_main or is_heard:
                 directory.write_status(state, int(directory.status().get("step", 0)), steps, code, redacted(message))
+        if processes is None:
+            nothing_left(directory, code)
         raise
     finally:
         directory.close()

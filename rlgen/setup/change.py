@@ -21,7 +21,7 @@ from rlgen.run.directory import without_nonfinite
 from rlgen.run.state import optimizer_tensors, place_optimizer
 from rlgen.setup.reopen import changed_values
 from rlgen.setup.settings import TrainSettings
-from rlgen.setup.train_state import TrainState, open_optimizer
+from rlgen.setup.train_state import TrainState, move_moments, open_optimizer
 from rlgen.trainers.collect import Collected
 from rlgen.trainers.loop import Learning
 from rlgen.trainers.results import StepResult
@@ -32,10 +32,8 @@ FREE = ("trainer.", "optim.")
 # Why a change of another section is refused.
 FIXED = {
     "data": "it decides the prompts, but the recorded completions answer the run's prompts",
-    "rewards": "the rewards are those that the run has recorded",
-    "scoring": "the rewards are those that the run has recorded",
-    "rollout": "it decides what is sampled, and nothing is sampled again",
-    "engine": "it decides what is sampled, and nothing is sampled again",
+    **dict.fromkeys(("rewards", "scoring"), "the rewards are those that the run has recorded"),
+    **dict.fromkeys(("rollout", "engine"), "it decides what is sampled, and nothing is sampled again"),
     "model": "the weights are those of the run",
     "optim": "the moments are those of the run's optimizer",
 }
@@ -81,8 +79,8 @@ def with_changes(resolved: Path, recipe: Recipe, overrides: Sequence[str]) -> tu
 
     Keys that `overrides` do not name keep their values, even if another default would follow from the overrides.
     """
-    changed = load_recipe(resolved, overrides, resolved=True).recipe
-    was, now = (one.model_dump(mode="json") for one in (load_recipe(resolved).recipe, changed))
+    before, changed = (load_recipe(resolved, given, resolved=True).recipe for given in ((), overrides))
+    was, now = (one.model_dump(mode="json") for one in (before, changed))
     differing = changed_values(was, now)
     if refused := next((key for key in differing if not key.startswith(FREE) or key == "optim.kind"), None):
         section = refused.partition(".")[0]
@@ -106,8 +104,13 @@ def changed_state(state: TrainState, settings: TrainSettings, algorithm: Algorit
     return replace(state, settings=settings, algorithm=algorithm, optimizer=optimizer, schedule=schedule)
 
 
-def compare_settings(own: Learning, other: Learning, got: Collected, step: int) -> tuple[Mapping[str, Any], Change]:
-    """Computes a step with two settings, from the same weights. Returns the metrics of `own`, and how `other` differs."""
+def compare_settings(
+    own: Learning, other: Learning, got: Collected, step: int, offloads: bool
+) -> tuple[Mapping[str, Any], Change]:
+    """Computes a step with two settings, from the same weights. Returns the metrics of `own`, and how `other` differs.
+
+    `offloads`: whether moments are in the machine's memory between steps.
+    """
     policy = own.update.policy
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     weights = [parameter.detach().to("cpu", copy=True) for parameter in trained]
@@ -119,6 +122,8 @@ def compare_settings(own: Learning, other: Learning, got: Collected, step: int) 
         for parameter, value in zip(trained, weights, strict=True):
             parameter.copy_(value)
     place_optimizer(moments, policy.model, other.update.optimizer)
+    if offloads:
+        move_moments(other.update.optimizer, torch.device("cpu"))
     with gradients(other.update.optimizer) as of_other:
         after = other(got, step)
     change = change_of(before, after, of_own, of_other, (ratio, ratio_after(other, after.train_batch)))

@@ -66,6 +66,8 @@ def open_data(recipe: Recipe) -> Data:
     location = locate(recipe.model.path)
     tokenizer = open_tokenizer(recipe.model, recipe.data.chat_template, location)
     positions = check_model(location, recipe.model.revision, tokenizer)
+    ends = tuple(sorted({*stop_ids(tokenizer, location, recipe.model.revision), *recipe.rollout.stop_token_ids}))
+    check_stop_texts(recipe.rollout.stop, tokenizer, ends)
     images = open_placeholder(recipe.model, recipe.data.columns.images, location)
     tools = schemas_of(recipe.tools, recipe.scoring)
 
@@ -99,7 +101,7 @@ def open_data(recipe: Recipe) -> Data:
         rows=rows,
         prompts=prompts,
         held_out=held_out,
-        stop_ids=tuple(sorted({*stop_ids(tokenizer, location, recipe.model.revision), *recipe.rollout.stop_token_ids})),
+        stop_ids=ends,
         notices=(*filter(None, said), *what_follows(recipe, found)),
         warnings=(
             *warnings_of(recipe.data, prompts, has_template=bool(tokenizer.chat_template)),
@@ -125,6 +127,19 @@ def open_tokenizer(model: ModelRecipe, chat_template: str | None, location: str)
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"data.chat_template: {chat_template} cannot be read: {error}") from error
     return tokenizer
+
+
+def check_stop_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> None:
+    """Raises SetupError if no engine could find one of `rollout.stop`: completions are decoded without special tokens.
+
+    A special token that is among the stop ids `ends` does no harm there.
+    """
+    for text in texts:
+        for number, token in tokenizer.added_tokens_decoder.items():
+            if token.special and token.content in text and number not in ends:
+                what = "is a special token" if text == token.content else f"has the special token `{token.content}`"
+                hint = f"write its id in rollout.stop_token_ids: [{number}]"
+                raise SetupError(f"rollout.stop: `{text}` {what}, which texts do not show; {hint}")
 
 
 def open_placeholder(model: ModelRecipe, column: str | None, location: str) -> Placeholder | None:

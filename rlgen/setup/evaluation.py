@@ -57,11 +57,6 @@ def build_evaluator(
             prompt_at=held_out.prompts.at,
             tokenizer=both.data.tokenizer,
             stop_ids=both.sampling.stop_ids,
-            every=1,
-            keep=None,
-            needed=lambda: 0,
-            stamp=lambda rollout: {},
-            on_disk=lambda step, path: None,
             turns=dialogue is not None,
         )
     return Evaluator(
@@ -125,12 +120,7 @@ def evaluate_model(
         if adapter is not None or step:
             send_weights(both.engine, model, step, processes)
         watch = Watch(
-            probe=replace(probe_of(both), version=step),
-            on_drift="stop",
-            sleeps=False,
-            probe_every=None,
-            drain=lambda: None,
-            say=say,
+            probe=replace(probe_of(both), version=step), warns=False, sleeps=False, probe_every=None, drain=lambda: None, say=say
         )
         evaluator = build_evaluator(both, scorer, watch, out, None, dialogue)
         open_parts.callback(evaluator.close)

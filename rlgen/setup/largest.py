@@ -44,6 +44,8 @@ class Largest:
     budget: int  # tokens of a micro-batch
     paired: bool  # rows come in pairs
     packed: bool  # rows of a group share their prompt
+    offloads: bool  # moments are in memory only during an optimizer step, without activations
+    moments: torch.dtype | None  # None: that of the weights
 
     @classmethod
     def of(cls, recipe: Recipe, processes: int, packed: bool) -> "Largest":
@@ -56,6 +58,8 @@ class Largest:
             budget=recipe.optim.micro_batch_tokens,
             paired=recipe.trainer.kind == "online_dpo",
             packed=packed,
+            offloads=recipe.optim.offload and torch.cuda.is_available(),
+            moments=torch.uint8 if recipe.optim.kind == "adamw_8bit" else None,
         )
 
     def longest(self) -> Shape:
@@ -93,10 +97,15 @@ def try_largest(most: Largest, update: Updater, processes: Processes) -> str:
 
     def attempt(train_batch: TrainBatch) -> None:
         with memory_for("the optimizer's state", update.less_memory("optimizer"), SetupError):
-            moments = [] if update.optimizer.state else [torch.empty_like(p, requires_grad=False) for p in trained * 2]
+            needed = most.offloads or not update.optimizer.state
+            made = [torch.empty_like(one, dtype=most.moments, requires_grad=False) for one in trained * (2 * needed)]
+            # Where moments are here only while the optimizer steps, gradients are beside them, but no activations.
+            made += [torch.empty_like(one, requires_grad=False) for one in trained * most.offloads]
+        if most.offloads:
+            made.clear()
         with torch.random.fork_rng():
             update.attempt(train_batch)
-        del moments
+        del made
 
     shapes = list(dict.fromkeys((most.longest(), most.fullest())))
     for shape in shapes:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from rlgen.algorithms.base import Algorithm
@@ -19,7 +18,7 @@ from rlgen.models.lora import add_adapter, is_adapted
 from rlgen.models.memory_errors import memory_for
 from rlgen.models.packing import can_pack
 from rlgen.models.policy import TRIED, BasePolicy, Policy
-from rlgen.models.sharding import mesh_of, mesh_of_experts, move_buffers, read_by_slices, shard
+from rlgen.models.sharding import Meshes, move_buffers, read_by_slices, shard
 from rlgen.models.vision import Vision, of_vision, reads_images
 from rlgen.models.weights import base_digest, bits
 from rlgen.processes import Processes
@@ -45,27 +44,24 @@ def open_policies(
     settings: TrainSettings, algorithm: Algorithm, checkpoint: Path | None, processes: Processes, began_with: str | None, say: Say
 ) -> Policies:
     """Loads the policy from model.path; if it is sharded, its reference too, since a sharded policy cannot be copied."""
-    sharded = settings.processes.strategy == "fsdp" and processes.world > 1
-    mesh = mesh_of(processes, settings.processes.shard) if sharded else None
-    experts = mesh_of_experts(processes, settings.processes.experts) if sharded else None
-    policy = (
-        processes.run_all(lambda: build_policy(settings, processes.device))
-        if mesh is None
-        else open_shards(settings, mesh, processes, True, say, experts)
-    )
+    asked, meshes = settings.processes, None
+    if sharded := asked.strategy == "fsdp" and processes.world > 1:
+        meshes = Meshes.of(processes, asked.shard, experts=asked.experts, tensor=asked.tensor, context=asked.context)
+        policy = open_shards(settings, meshes, processes, True, say)
+    else:
+        policy = processes.run_all(lambda: build_policy(settings, processes.device))
     pack_alike(policy, processes)
     if checkpoint:  # one of another model is refused early
         processes.run_all(lambda: check_fit(checkpoint, policy.model, settings.trainer.kind))
-    needs_reference, reference = algorithm.reference != "none", None
-    base = None
+    needs_reference, reference, base = algorithm.reference != "none", None, None
     if is_adapted(policy.model):  # of shards the first process reads the whole tensors, and tells the others
         base = base_digest(policy.model, reads=not sharded or processes.is_main)
         base = processes.gather([base])[0] if sharded else base
     weights = base or bits(policy.model, processes)
     if needs_reference and base is None:  # an adapter's checkpoint stores the digest of its base itself
         processes.run_all(lambda: same_reference(settings.location, weights, began_with))
-    if mesh is not None and needs_reference and base is None:
-        reference = open_shards(settings, mesh, processes, False, say, experts)
+    if meshes is not None and needs_reference and base is None:
+        reference = open_shards(settings, meshes, processes, False, say)
         pack_alike(reference, processes)
     held = None if base is None or not sharded else base_digest(policy.model, gather=False)
     if base is None and policy.dtype == HALF and settings.model.dither is not False:
@@ -73,11 +69,9 @@ def open_policies(
     return Policies(policy=policy, reference=reference, sharded=sharded, base=base, held=held, weights=weights)
 
 
-def open_shards(
-    settings: TrainSettings, mesh: DeviceMesh, processes: Processes, trained: bool, say: Say, experts: DeviceMesh | None = None
-) -> Policy:
+def open_shards(settings: TrainSettings, meshes: Meshes, processes: Processes, trained: bool, say: Say) -> Policy:
     """Loads this process's shards of the model, and checks that rlgen knows how it computes logits."""
-    policy = processes.run_all(lambda: build_shards(settings, mesh, trained, say, experts))
+    policy = processes.run_all(lambda: build_shards(settings, meshes, trained, say))
     with memory_for("a forward pass of eight tokens", settings.memory_advice("load"), SetupError):
         processes.run_all(lambda: policy.check(TRIED), has_collectives=True)
     processes.run_all(lambda: compile_and_pack(settings, policy), has_collectives=True)
@@ -103,6 +97,7 @@ def build_policy(settings: TrainSettings, device: torch.device) -> Policy:
     if wanted.gradient_checkpointing:
         checkpoint_activations(model)
     policy = Policy(model, dtype, wanted.fp32_head, vision)
+    policy.offload_activations = wanted.offload_activations
     compile_and_pack(settings, policy)
     return policy
 
@@ -126,14 +121,16 @@ def compile_and_pack(settings: TrainSettings, policy: Policy) -> None:
 
 def pack_alike(policy: Policy, processes: Processes) -> None:
     """Pads the rows in all processes if one of them cannot pack: on another GPU the same comparison may end differently, and
-    processes that pack divide a step into other micro-batches.
+    processes that pack divide a step into other micro-batches. Raises SetupError if `processes.context` needs packed rows.
     """
     reasons = [reason for reason in processes.gather([policy.unpacked]) if reason is not None]
     if reasons:
         policy.unpack(reasons[0])
+    if policy.context is not None and not policy.packed:
+        raise SetupError(f"processes.context needs packed rows, but {policy.unpacked or 'they are padded'}; remove it")
 
 
-def build_shards(settings: TrainSettings, mesh: DeviceMesh, trained: bool, say: Say, experts: DeviceMesh | None = None) -> Policy:
+def build_shards(settings: TrainSettings, meshes: Meshes, trained: bool, say: Say) -> Policy:
     """Loads this process's shards of the policy, in the dtypes of `build_policy`; with `trained` False of its frozen reference.
 
     Under an adapter the frozen weights are sharded, and each process holds the whole adapter.
@@ -143,16 +140,15 @@ def build_shards(settings: TrainSettings, mesh: DeviceMesh, trained: bool, say: 
     held = torch.float32 if wanted.lora is None else dtype
 
     def sharded(model: PreTrainedModel) -> Policy:
-        if wanted.gradient_checkpointing:
-            checkpoint_activations(model)
         # transformers ties only what has values: FSDP2 would hold a tied weight twice, and an update would reach one of the two.
         model.tie_weights()
         policy = Policy(model.requires_grad_(trained and wanted.lora is None), dtype, wanted.fp32_head)
-        shard(policy, mesh, experts)
+        policy.offload_activations = wanted.offload_activations
+        shard(policy, meshes)
         return policy
 
     def divide(model: PreTrainedModel) -> None:
-        if read_by_slices(model, mesh["shard"].size()):
+        if read_by_slices(model, meshes.shard["shard"].size()):
             made.append(sharded(model))
 
     with memory_for("the model" if trained else "the reference", settings.memory_advice("load"), SetupError):
@@ -168,6 +164,8 @@ def build_shards(settings: TrainSettings, mesh: DeviceMesh, trained: bool, say: 
             add_adapter(model, wanted.lora, settings.run.seed, wanted.revision)
             if dtype == HALF:
                 compute_in_half(model)  # rounds the adapter, which FSDP2 does not hold
+    if wanted.gradient_checkpointing:
+        checkpoint_activations(model)  # after loading, which ends in eval mode
     return policy
 
 

@@ -85,7 +85,7 @@ def toy_gradient(both: TrainerAndEngine, probe: Probe) -> Gradient:
 
 
 def toy_sample(sample: Sample, place: int) -> Sample:
-    """Returns the sample cut to unequal lengths, as the worse (even `place`) or the better (odd) one of a both."""
+    """Returns the sample cut to unequal lengths, as the worse (even `place`) or the better (odd) one of a pair."""
     tokens = min(len(sample.completion_ids), TOY_TOKENS + 3 * place)
     return replace(
         sample,

@@ -11,12 +11,13 @@ import yaml
 from rlgen.callbacks import Callback
 from rlgen.errors import RlgenError, UsageError
 from rlgen.files import write_text
-from rlgen.recipe import LoadedRecipe, load_recipe
+from rlgen.recipe import LoadedRecipe, Recipe, load_recipe
+from rlgen.recipe.paths import local_inputs
 from rlgen.recipe.sizes import FOLLOWING
 from rlgen.recipe.yaml import by_key
 from rlgen.run.console import Progress
 from rlgen.run.directory import RunDirectory
-from rlgen.run.launch import launched_by, restarted
+from rlgen.run.launch import launched_by
 
 # Exit codes after which a launcher's restart is useless: a requested stop, and errors in the input.
 FINAL = (2, 3, 4, 5, 7, 8, 75)
@@ -25,6 +26,7 @@ FINAL = (2, 3, 4, 5, 7, 8, 75)
 # with others.
 MAY_CHANGE = (
     *("optim.micro_batch_tokens", "optim.packing", "model.gradient_checkpointing"),
+    *("model.offload_activations", "optim.offload"),
     *("run.dir", "run.name", "run.probe_max", "run.must_save_by", "optim.max_nonfinite"),
     *("eval.every", "eval.at_start", "eval.best"),
     *("checkpoint.", "rollouts.", "sentinel.", "engine.", "processes.", "scoring.", "health.", "sinks", "cluster"),
@@ -88,7 +90,8 @@ def goes_on(path: Path, environment: Mapping[str, str]) -> bool:
 
     A run that existed before this launch is another one, which only --resume continues.
     """
-    return restarted(environment) and RunDirectory.look(path).get("launcher") == launched_by()
+    restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return restarts > 0 and RunDirectory.look(path).get("launcher") == launched_by()
 
 
 def after_restart(path: Path, options: TrainOptions) -> TrainOptions:
@@ -116,8 +119,9 @@ def reopen(path: Path, loaded: LoadedRecipe, resolved: str) -> RunDirectory:
         before = yaml.safe_load(load_recipe(directory.resolved, resolved=True).resolved)
         # An evaluation does not affect training, so that a run that had none may get one.
         steps = ("run.steps",) if loaded.recipe.optim.schedule == "constant" else ()
-        free = (*steps, *MAY_CHANGE, *(("eval",) if before.get("eval") is None else ()))
-        if changed := changes(before, yaml.safe_load(resolved), free):
+        free, now = (*steps, *MAY_CHANGE, *(("eval",) if before.get("eval") is None else ())), yaml.safe_load(resolved)
+        others = moved(loaded.recipe, before, now) if RunDirectory.attempts(path) else ()
+        if changed := changes(before, now, (*free, *others)):
             raise UsageError(
                 f"--resume: the recipe differs from that of the run in {path}:\n"
                 + "\n".join(f"  {line}" for line in changed)
@@ -129,6 +133,13 @@ def reopen(path: Path, loaded: LoadedRecipe, resolved: str) -> RunDirectory:
         directory.close()
         raise
     return directory
+
+
+def moved(recipe: Recipe, before: dict[str, Any], now: dict[str, Any]) -> tuple[str, ...]:
+    """Returns the keys of local inputs that have the same name in another folder; `same_inputs` compares their digests."""
+    keys = {".".join(map(str, loc)) for loc, *_ in local_inputs(recipe)}
+    pairs = {key: tuple(map(str, pair)) for key, pair in changed_values(before, now).items() if key in keys}
+    return tuple(key for key, (a, b) in pairs.items() if os.path.isabs(a) and os.path.isabs(b) and Path(a).name == Path(b).name)
 
 
 def changes(before: dict[str, Any], now: dict[str, Any], free: tuple[str, ...]) -> list[str]:

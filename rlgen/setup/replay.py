@@ -10,8 +10,9 @@ order.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def replay(past: Past, step: int, changed: Recipe | None, say: Say, processes: P
         other_settings = TrainSettings.of(changed, settings.location, settings.prompts)
         other_state = changed_state(state, other_settings, algorithms[1], step)
         other = build_learning(other_state, sampling, processes, weights, None)
-        metrics, change = compare_settings(own, other, got, step)
+        metrics, change = compare_settings(own, other, got, step, changed.optim.offload)
     return Replay(
         step=step,
         start=start.step,
@@ -142,17 +143,15 @@ def start_of(past: Past, step: int) -> ChosenCheckpoint:
     if step not in past.steps:
         raise UsageError(f"--step {step}: {past.path} has no such step in metrics.jsonl, which has {ranges(past.steps)}")
     notices: list[str] = []
-    chosen = ChosenCheckpoint(0, None, (), ())
-    for number, path in reversed(CheckpointFolder(past.path / "checkpoints").steps().items()):
-        if number >= step:
-            continue
+    chosen = ChosenCheckpoint()
+    saved = CheckpointFolder(past.path / "checkpoints").steps()
+    for number in sorted((one for one in saved if one < step), reverse=True):
         try:
-            check_files(path, hashes=True)
+            check_files(saved[number], hashes=True)
+            chosen = ChosenCheckpoint(number, saved[number])
+            break
         except DamagedCheckpoint as error:
             notices.append(f"DAMAGED CHECKPOINT: {error}; an earlier one is used")
-            continue
-        chosen = ChosenCheckpoint(number, path, (), ())
-        break
     if missing := [one for one in range(chosen.step + 1, step + 1) if not is_recorded(past.path, one)]:
         where = f"the checkpoint of step {chosen.step}" if chosen.step else "the start of the run"
         raise UsageError(
@@ -189,13 +188,12 @@ def open_at(
     return state, restore(state, start.path, processes)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class Recorder:
     """Reads what each step has learned from. Opens the data only if the answers of a step are in the journal alone."""
 
     past: Past
     say: Say
-    data: Data | None = field(default=None)
 
     def collected(self, step: int, at: Position, own: Learning) -> Collected:
         """Returns the samples of a step as training collected them."""
@@ -222,9 +220,9 @@ class Recorder:
             epoch=at.prompts / used,
         )
 
-    def opened(self) -> Data:
-        self.data = self.data or open_data(self.past.recipe)
-        return self.data
+    @cached_property
+    def data(self) -> Data:
+        return open_data(self.past.recipe)
 
     def samples(self, step: int, processes: Processes) -> Samples:
         """Returns the samples of a step, from its rollouts or else from the journal; of several processes, those of this one."""
@@ -233,10 +231,9 @@ class Recorder:
         recipe = self.past.recipe
         tokens = self.past.steps.get(step, {}).get(Metric.TOKENS_GENERATED)
         if (samples := from_rollouts(self.past.path, step)) is None or not is_whole(samples, tokens):
-            data = self.opened()
             labels = [reward.label for reward in recipe.rewards]
-            sampling = sampling_of(recipe.rollout, recipe.structured_regex, data.stop_ids, None)
-            oldest, prompt_of = step - 1 - recipe.oldest_sample, data.prompts.at
+            sampling = sampling_of(recipe.rollout, recipe.structured_regex, self.data.stop_ids, None)
+            oldest, prompt_of = step - 1 - recipe.oldest_sample, self.data.prompts.at
             samples = from_journal(self.past.path, step, labels, prompt_of, sampling, recipe.run.seed, oldest, self.say)
         if not is_whole(samples, tokens):
             raise UsageError(
@@ -250,7 +247,7 @@ class Recorder:
         """Returns the samples with the images of their prompts, which are in the data alone."""
         if self.past.recipe.data.columns.images is None:
             return samples
-        prompts = self.opened().prompts
+        prompts = self.data.prompts
         if (was := self.past.attempt_of(step).get("prompt_ids")) not in (None, prompts.digest):
             raise UsageError(
                 f"step {step}: its prompts or their images have changed since it was trained (digest {was}, now"
@@ -262,8 +259,7 @@ class Recorder:
     def part(self, step: int, processes: Processes) -> Samples:
         had = processes_of(self.past.path, step)
         if had and had != processes.world:
-            alone = "start `rlgen replay` without a launcher"
-            start = f"start {had} with {torchrun(had)}" if had > 1 else alone
+            start = f"start {had} with {torchrun(had)}" if had > 1 else "start `rlgen replay` without a launcher"
             raise UsageError(
                 f"step {step} was trained by {had} process{'es' if had > 1 else ''}, but {processes.world} run: {start}"
             )
@@ -301,10 +297,6 @@ def torchrun(processes: int) -> str:
 
 def ranges(steps: Sequence[int] | Mapping[int, Any]) -> str:
     """Returns steps in words: `steps 1 to 20`, `step 3, steps 5 to 9`, or `none`."""
-    parts: list[list[int]] = []
-    for step in sorted(steps):
-        if parts and parts[-1][1] == step - 1:
-            parts[-1][1] = step
-        else:
-            parts.append([step, step])
-    return ", ".join(f"step {first}" if first == last else f"steps {first} to {last}" for first, last in parts) or "none"
+    # Steps in a row are all as far from their places.
+    parts = [[step for _, step in row] for _, row in groupby(enumerate(sorted(steps)), lambda at: at[1] - at[0])]
+    return ", ".join(f"steps {part[0]} to {part[-1]}" if part[1:] else f"step {part[0]}" for part in parts) or "none"

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -62,16 +63,28 @@ def open_optimizer(optim: OptimRecipe, steps: int, policy: Policy) -> tuple[Opti
         # Fused: one kernel for all tensors, and no scratch of their size. A resumed run goes on with what its checkpoint says.
         groups = [{"params": some} for some in by_mesh(trained)]
         optimizer = torch.optim.AdamW(groups, lr=optim.learning_rate, weight_decay=optim.weight_decay, fused=True)
+    if optim.offload:
+        offload_moments(optimizer, policy.model.device)
     # With the name `constant`, transformers ignores the warm-up.
     name = "constant_with_warmup" if optim.schedule == "constant" and optim.warmup_steps else optim.schedule
     return optimizer, get_scheduler(name, optimizer, optim.warmup_steps, steps)
 
 
+def offload_moments(optimizer: Optimizer, device: torch.device) -> None:
+    """Makes an optimizer hold its moments in the machine's memory, and on `device` only while it steps."""
+    optimizer.register_step_pre_hook(lambda *_: move_moments(optimizer, device))
+    optimizer.register_step_post_hook(lambda *_: move_moments(optimizer, torch.device("cpu")))
+
+
+def move_moments(optimizer: Optimizer, device: torch.device) -> None:
+    for state in optimizer.state.values():
+        state.update({name: value.to(device) for name, value in state.items() if isinstance(value, Tensor) and value.ndim})
+
+
 def adamw_8bit(trained: Sequence[Parameter], learning_rate: float, weight_decay: float) -> Optimizer:
     """Returns AdamW with moments of 8 bits in blocks of 256 (Dettmers et al. 2021, arXiv 2110.02861). Small tensors keep 32 bits.
 
-    Raises:
-        SetupError: bitsandbytes is not installed.
+    Raises SetupError if bitsandbytes is not installed.
     """
     try:
         from bitsandbytes.optim import AdamW8bit  # slow to import
@@ -92,7 +105,10 @@ def restore(state: TrainState, checkpoint: Path | None, processes: Processes) ->
     with memory_for("the checkpoint's optimizer state", state.settings.memory_advice("optimizer"), SetupError):
         policy, base = state.policy, state.models.base
         parts = policy.model, state.optimizer, state.schedule
-        return processes.run_all(lambda: load_checkpoint(checkpoint, *parts, processes.rank, base))
+        position = processes.run_all(lambda: load_checkpoint(checkpoint, *parts, processes.rank, base))
+        if state.settings.optim.offload:
+            move_moments(state.optimizer, torch.device("cpu"))  # an optimizer loads them to its device
+        return position
 
 
 def build_learning(
@@ -108,6 +124,7 @@ def build_learning(
         budget=state.settings.optim.micro_batch_tokens,
         packed=state.policy.packed,
         attention=state.policy.attention_cost,
+        sharing=1 if state.policy.context is None else state.policy.context.mesh.size(),
     )
     update, groups = build_updater(state, sampling, processes, watch), None
     settings, rollout = state.settings, state.settings.rollout

@@ -48,8 +48,6 @@ from rlgen.trainers.report import Reporter
 from rlgen.trainers.saving import Saver
 from rlgen.types import Position
 
-FRESH = ChosenCheckpoint(0, None, (), ())
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
@@ -59,7 +57,7 @@ class RunContext:
     directory: RunDirectory
     console: Console
     processes: Processes
-    start: ChosenCheckpoint = FRESH
+    start: ChosenCheckpoint
     options: TrainOptions = PLAIN
 
 
@@ -224,7 +222,6 @@ def build_trainer(attempt: RunContext, both: TrainerAndEngine, code: UserCode, p
         report=report,
         save=build_saver(both, checkpoints, sampler, report, evaluate),
         callbacks=Callbacks.of(attempt.options.callbacks, processes),
-        saves_on_drift=recipe.sentinel.on_drift == "checkpoint_and_stop",
     )
 
 
@@ -233,8 +230,8 @@ def build_saver(
 ) -> Saver:
     recipe, state = both.data.recipe, both.state
     return Saver(
-        steps=recipe.run.steps,
         every=recipe.checkpoint.every,
+        on_drift=recipe.sentinel.on_drift == "checkpoint_and_stop",
         processes=both.processes,
         policy=state.policy,
         optimizer=state.optimizer,
@@ -332,7 +329,7 @@ def build_watch(attempt: RunContext, both: TrainerAndEngine, probe: Probe, sampl
     recipe = attempt.recipe
     return Watch(
         probe=probe,
-        on_drift=recipe.sentinel.on_drift,
+        warns=recipe.sentinel.on_drift == "warn",
         sleeps=both.engine.abilities.sleeps,
         probe_every=recipe.sentinel.probe_every if recipe.rollout.async_steps else None,
         drain=lambda: both.processes.run_all(sampler.drain, keepalive=True),

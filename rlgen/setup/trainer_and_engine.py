@@ -1,12 +1,9 @@
 """Opens trainer and engine with the same weights. A run trains with them, and `rlgen doctor` compares the two."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
 
 from rlgen.algorithms.registry import build_algorithm
 from rlgen.engines.base import Engine
@@ -71,7 +68,9 @@ def open_trainer_and_engine(
     say(f"model: loading {recipe.model.path} …")
     policies = open_policies(settings, algorithm, checkpoint, processes, began_with, say)
     if policies.policy.unpacked:
-        say(f"optim.packing: off, {cost_of_padding(recipe.rollout, prompts)}: {policies.policy.unpacked}")
+        prompt, rows, longest = max(map(len, prompts)), recipe.rollout.group_size, recipe.rollout.max_completion_tokens
+        times = rows * (prompt + longest) / (prompt + rows * longest)  # with padding every row of a group has its prompt
+        say(f"optim.packing: off, an update computes up to {times:.1f} times the tokens: {policies.policy.unpacked}")
     needs = replace(recipe.engine_needs, experts=replays_routes(recipe, policies.policy, data.location, say))
     say(f"engine: {recipe.engine.starts} …")
     with memory_for("the engine's start", settings.memory_advice("load"), EngineError):
@@ -109,12 +108,6 @@ def replays_routes(recipe: Recipe, policy: Policy, location: str, say: Callable[
     if reason:
         say(f"model.route_replay: off: {reason}")
     return reason is None
-
-
-def cost_of_padding(rollout: RolloutRecipe, prompts: Sequence[NDArray[np.int32]]) -> str:
-    """Returns `an update computes up to 2.4 times the tokens`: with padding every row of a group has a prompt of its own."""
-    prompt, rows, longest = max(map(len, prompts)), rollout.group_size, rollout.max_completion_tokens
-    return f"an update computes up to {rows * (prompt + longest) / (prompt + rows * longest):.1f} times the tokens"
 
 
 def sampling_of(rollout: RolloutRecipe, regex: str | None, stop_ids: tuple[int, ...], vocab_size: int | None) -> Sampling:

@@ -82,10 +82,7 @@ def warm_start(recipe: Recipe, out: Path, accuracy: float, say: Callable[[str], 
 
 
 def supervised_loss(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    turns: Asked | None = None,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], turns: Asked | None = None
 ) -> torch.Tensor:
     """Returns the mean cross entropy of the answers' ids, the ends of turns among them.
 

@@ -23,7 +23,6 @@ class EnvPool:
     _talks: "count[int]" = field(default_factory=count)
 
     def number(self) -> int:
-        """Returns the number of a new conversation."""
         return next(self._talks)
 
     def first(self, begin: dict[str, Any], done: Answered, demonstrate: bool = False) -> None:
@@ -56,10 +55,8 @@ class EnvPool:
 
 
 def open_arena(settings: EnvironmentRecipe, scoring: ScoringRecipe, output: Path | None = None) -> EnvPool:
-    """Starts the processes of an environment, which import it.
-
-    Raises:
-        ToolError: the class is not there or lacks a method, or its import fails or does not end.
+    """Starts the processes of an environment, which import it. Raises ToolError if the class is not there or lacks a method, or
+    its import fails or does not end.
     """
     limits = limits_of(scoring)
     source = EnvironmentSource(settings.use, settings.timeout, settings.args)

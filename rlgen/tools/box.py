@@ -160,10 +160,8 @@ def tool_answer(value: dict[str, Any] | Failed) -> ToolAnswer:
 
 
 def open_tools(entries: Sequence[ToolRecipe], scoring: ScoringRecipe, output: Path | None = None) -> ToolBox:
-    """Starts a worker that imports the tools.
-
-    Raises:
-        ToolError: a function is not there, its import fails or does not end, or it cannot be described to a model.
+    """Starts a worker that imports the tools. Raises ToolError if a function is not there, its import fails or does not end, or
+    it cannot be described to a model.
     """
     pool = Pool([ToolSource(one.use, one.timeout, one.label, one.args) for one in entries], limits_of(scoring), output)
     try:
@@ -185,7 +183,6 @@ def schemas_of(entries: Sequence[ToolRecipe], scoring: ScoringRecipe) -> tuple[d
 
 
 def answers_digest(*decides: Any) -> str:
-    """Returns the digest of what decides the answers."""
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -28,8 +28,6 @@ ENVIRONMENT = Trade("environment", "environment", ToolError)
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentSource(FunctionSource):
-    """The environment that a worker imports."""
-
     args: dict[str, Any]  # of the recipe
     trade: ClassVar[Trade] = ENVIRONMENT
 

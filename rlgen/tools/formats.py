@@ -3,6 +3,7 @@
 The text is decoded for this alone. The sampled ids are kept, and nothing is ever made of the text again.
 """
 
+import ast
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,14 +15,13 @@ from rlgen.recipe.data import ToolFormat
 from rlgen.tools.box import ToolCall
 
 THINKING = re.compile(r"<think>(.*?)(</think>|\Z)", re.S)
-SHOWN = 200  # characters of a malformed call that are kept
+SHOWN = 200  # characters of an error about a malformed call
 
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
     """Text that looks like a call but is not one."""
 
-    text: str
     why: str
 
 
@@ -30,8 +30,6 @@ Found = ToolCall | Malformed
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A turn of the model, taken apart."""
-
     content: str  # without thinking and calls
     thinking: str
     calls: tuple[Found, ...]
@@ -75,11 +73,7 @@ def read_turn(form: ToolFormat, text: str, opened: bool = False, schemas: Sequen
 
 
 def format_of(template: str, said: ToolFormat | None) -> ToolFormat:
-    """Returns the form of calls that a chat template shows, or the one that the recipe sets.
-
-    Raises:
-        SetupError: the template shows none that is known.
-    """
+    """Returns the form of calls that the recipe sets, or that a chat template shows. Raises SetupError if none is known."""
     if said is not None:
         return said
     for name, form in FORMATS.items():
@@ -91,22 +85,22 @@ def format_of(template: str, said: ToolFormat | None) -> ToolFormat:
     )
 
 
-def call_of(value: Any, text: str) -> Found:
+def call_of(value: Any) -> Found:
     """Returns the call that a JSON object is: {"name": ..., "arguments": {...}}, or `parameters`; Malformed stays what it is."""
     if isinstance(value, Malformed):
         return value
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return Malformed(text[:SHOWN], "it is no object with a name and arguments")
+        return Malformed("it is no object with a name and arguments")
     given = value.get("arguments", value.get("parameters", {}))
     if isinstance(given, str):
         try:
             given = json.loads(given)
         except ValueError:
-            return Malformed(text[:SHOWN], "its arguments are no JSON")
+            return Malformed("its arguments are no JSON")
     if not isinstance(given, dict):
-        return Malformed(text[:SHOWN], "its arguments are no object")
+        return Malformed("its arguments are no object")
     return ToolCall(value["name"], given)
 
 
@@ -115,17 +109,17 @@ def json_of(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        return Malformed(text[:SHOWN], f"it is no JSON: {error}"[:SHOWN])
+        return Malformed(f"it is no JSON: {error}"[:SHOWN])
 
 
 def one_object(text: str) -> list[Found]:
-    return [call_of(json_of(text), text)]
+    return [call_of(json_of(text))]
 
 
 def objects(text: str) -> list[Found]:
     """Reads a JSON list of objects, or a single object."""
     value = json_of(text)
-    return [call_of(one, text) for one in value] if isinstance(value, list) else [call_of(value, text)]
+    return [*map(call_of, value if isinstance(value, list) else [value])]
 
 
 def llama(text: str) -> list[Found] | None:
@@ -136,10 +130,10 @@ def llama(text: str) -> list[Found] | None:
         try:
             value, at = decoder.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
-            return [*found, Malformed(text[:SHOWN], f"it is no JSON: {error}"[:SHOWN])] if '"name"' in text else None
+            return [*found, Malformed(f"it is no JSON: {error}"[:SHOWN])] if '"name"' in text else None
         if not isinstance(value, dict) or "name" not in value:
             return None
-        found.append(call_of(value, text))
+        found.append(call_of(value))
         at += len(text[at:]) - len(text[at:].lstrip("; \n\t"))
     return found
 
@@ -153,13 +147,13 @@ def mistral(text: str) -> list[Found]:
     if not mark:
         name, mark, given = text.partition("{")
         given = mark + given
-    return one_named(name.strip(), given.strip(), text)
+    return one_named(name.strip(), given.strip())
 
 
-def one_named(name: str, arguments: str, text: str) -> list[Found]:
+def one_named(name: str, arguments: str) -> list[Found]:
     """Reads a call whose name stands apart from its arguments, which are a JSON object."""
     value = json_of(arguments)
-    return [value if isinstance(value, Malformed) else call_of({"name": name, "arguments": value}, text)]
+    return [value if isinstance(value, Malformed) else call_of({"name": name, "arguments": value})]
 
 
 def deepseek(text: str) -> list[Found]:
@@ -168,14 +162,14 @@ def deepseek(text: str) -> list[Found]:
     if before.strip() == "function":
         before, _, after = after.partition("\n")
     arguments = re.sub(r"\A\s*```(?:json)?\s*|\s*```\s*\Z", "", after)
-    return one_named(before.strip(), arguments.strip(), text)
+    return one_named(before.strip(), arguments.strip())
 
 
 def kimi(text: str) -> list[Found]:
     """Reads `functions.name:0<|tool_call_argument_begin|>{...}`."""
     before, _, after = text.partition("<|tool_call_argument_begin|>")
     name = before.strip().removeprefix("functions.").partition(":")[0]
-    return one_named(name, after.strip(), text)
+    return one_named(name, after.strip())
 
 
 def unquoted_value(text: str) -> Any:
@@ -198,21 +192,21 @@ def convert_values(call: Found, types: Mapping[str, Mapping[str, Any]]) -> Found
 def glm(text: str) -> list[Found]:
     """Reads a name, and pairs of <arg_key> and <arg_value>."""
     name = text.partition("<arg_key>")[0].strip()
-    pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", text, re.S)
-    rest = re.sub(r"<arg_key>.*?</arg_key>\s*<arg_value>.*?</arg_value>", "", text.partition(name)[2], flags=re.S)
+    pair = r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"
+    rest = re.sub(pair, "", text.strip().removeprefix(name), flags=re.S)
     if not re.fullmatch(r"[\w.-]+", name) or rest.strip():
-        return [Malformed(text[:SHOWN], "it is no name with pairs of arg_key and arg_value")]
-    return [ToolCall(name, {key.strip(): value for key, value in pairs})]
+        return [Malformed("it is no name with pairs of arg_key and arg_value")]
+    return [ToolCall(name, {key.strip(): value for key, value in re.findall(pair, text, re.S)})]
 
 
 def qwen_xml(text: str) -> list[Found]:
     """Reads <function=name> with a <parameter=key> for each argument."""
     whole = re.fullmatch(r"\s*<function=([\w.-]+)>(.*?)</function>\s*", text, re.S)
     if not whole:
-        return [Malformed(text[:SHOWN], "it is no <function=name> ... </function>")]
+        return [Malformed("it is no <function=name> ... </function>")]
     inner = r"<parameter=([\w.-]+)>\n?(.*?)\n?</parameter>"
     if re.sub(inner, "", whole[2], flags=re.S).strip():
-        return [Malformed(text[:SHOWN], "it has more than <parameter=name> ... </parameter> in it")]
+        return [Malformed("it has more than <parameter=name> ... </parameter> in it")]
     return [ToolCall(whole[1], dict(re.findall(inner, whole[2], re.S)))]
 
 
@@ -221,38 +215,34 @@ def gemma(text: str) -> list[Found]:
     text = text.replace('<|"|>', "<escape>")
     whole = re.fullmatch(r"\s*call:([\w.-]+)\{(.*)\}\s*", text, re.S)
     if not whole:
-        return [Malformed(text[:SHOWN], "it is no call:name{...}")]
+        return [Malformed("it is no call:name{...}")]
     pair = r"\s*([\w.-]+)\s*:\s*(?:<escape>(.*?)<escape>|([^,<>]*))\s*(?:,|\Z)"
     if re.sub(pair, "", whole[2], flags=re.S).strip():
-        return [Malformed(text[:SHOWN], "its arguments are no pairs key:value")]
-    given: dict[str, Any] = {}
-    for found in re.finditer(pair, whole[2], re.S):
-        given[found[1]] = found[2] if found[2] is not None else unquoted_value(found[3].strip())
-    return [ToolCall(whole[1], given)]
+        return [Malformed("its arguments are no pairs key:value")]
+    found = re.finditer(pair, whole[2], re.S)
+    return [ToolCall(whole[1], {one[1]: unquoted_value(one[3].strip()) if one[2] is None else one[2] for one in found})]
 
 
 def lfm(text: str) -> list[Found]:
     """Reads calls as Python writes them: [f(x=1, y="a"), g()]. Nothing is run."""
-    import ast
-
     try:
         tree = ast.parse(text.strip(), mode="eval").body
         calls = tree.elts if isinstance(tree, ast.List) else [tree]
         found: list[Found] = []
         for call in calls:
             if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
-                return [Malformed(text[:SHOWN], "it is no list of calls with named arguments")]
+                return [Malformed("it is no list of calls with named arguments")]
             given = {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
             found.append(ToolCall(call.func.id, given))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return [Malformed(text[:SHOWN], f"it cannot be read: {error}"[:SHOWN])]
+        return [Malformed(f"it cannot be read: {error}"[:SHOWN])]
     return found
 
 
 def harmony(text: str) -> list[Found]:
     """Reads `name <|constrain|>json<|message|>{...}`, after to=functions."""
     before, _, after = text.partition("<|message|>")
-    return one_named(re.split(r"[\s<]", before.strip(), maxsplit=1)[0], after.strip(), text)
+    return one_named(re.split(r"[\s<]", before.strip(), maxsplit=1)[0], after.strip())
 
 
 def text_between(opening: str, closing: str) -> re.Pattern[str]:

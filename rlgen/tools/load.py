@@ -32,8 +32,6 @@ class WrongArguments(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ToolSource(FunctionSource):
-    """One tool that a worker imports."""
-
     name: str  # by which the model calls it
     args: dict[str, Any]  # of the recipe
     trade: ClassVar[Trade] = TOOLS
@@ -48,8 +46,7 @@ class ToolSource(FunctionSource):
 def call_tool(tool: Callable[..., Any], checks: TypeAdapter[Any], given: Mapping[str, Any], *, arguments: dict[str, Any]) -> Any:
     """Calls a tool with the arguments that a model wrote. Raises WrongArguments if they do not fit, and whatever the tool raises.
 
-    Args:
-        given: arguments of the recipe; the model neither sees nor sets them.
+    `given`: arguments of the recipe; the model neither sees nor sets them.
     """
     try:
         checked = checks.validate_python(arguments)
@@ -77,10 +74,8 @@ def one_mistake(error: Any) -> str:
 
 
 def described_to_the_model(source: ToolSource, function: Callable[..., Any]) -> tuple[dict[str, Any], TypeAdapter[Any]]:
-    """Returns the schema of a tool, as chat templates take it, and what checks arguments.
-
-    Raises:
-        ToolError: the function has no docstring, or a parameter without a name, without a type, or of a type that JSON lacks.
+    """Returns the schema of a tool, as chat templates take it, and what checks arguments. Raises ToolError if the function has no
+    docstring, or a parameter without a name, without a type, or of a type that JSON lacks.
     """
     where = f"tools: {source.use}"
     summary, described_parameters = docstring_parts(inspect.getdoc(function) or "")

@@ -21,15 +21,14 @@ from rlgen.run.state import random_tensors, set_random
 from rlgen.trainers.collect import Collected, untrained
 from rlgen.worker_pool.failures import described, user_line
 
-LATER = ("policy_logp", "advantage", "trained")  # columns that are not known before the update
+LATER = ["policy_logp", "advantage", "trained"]  # columns that are not known before the update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Callbacks:
     """The callbacks of a run. All processes call each method; the main process alone runs the callbacks.
 
-    Raises:
-        CodeError: a callback failed; raised in all processes.
+    Raises CodeError in all processes if a callback failed.
     """
 
     callbacks: Sequence[Callback]  # of the main process
@@ -49,9 +48,8 @@ class Callbacks:
 
         def copied() -> tuple[int, pa.Table]:
             rollout = untrained(step, got.samples).in_order()
-            return step, arrow_table(rollout, slice(0, len(rollout.samples)), writer.texts(rollout.samples)[0]).drop_columns(
-                list(LATER)
-            )
+            table = arrow_table(rollout, slice(0, len(rollout.samples)), writer.texts(rollout.samples)[0])
+            return step, table.drop_columns(LATER)
 
         self._call("on_rollouts", f"step {step}", stop, copied)
 

@@ -132,10 +132,8 @@ class Collector:
             self.early.open(draw.step + 1)  # whose groups arrive while this step trains
         samples, counts = Samples.join(draw.held), None
         if self.sampler.dialogue is not None:
-            counts = Counter[str]()
             own = sum(map(Counter, samples.counts), Counter[str]())
-            for others in self.processes.gather([own]):
-                counts.update(others)
+            counts = sum(self.processes.gather([own]), Counter[str]())
         return Collected(
             table=RowTable.join(draw.tables),
             samples=samples,

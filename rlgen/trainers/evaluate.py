@@ -14,7 +14,7 @@ from rlgen.processes import EngineShare, Processes
 from rlgen.recipe.models import EvalRecipe
 from rlgen.rewards.score import Scorer
 from rlgen.rollout.conversations import Dialogue
-from rlgen.rollout.sample import part_of_sample, rollout
+from rlgen.rollout.sample import first_tokens, rollout
 from rlgen.rollout.samples import Samples
 from rlgen.rollout.table import RowTable
 from rlgen.run.directory import Best
@@ -104,8 +104,3 @@ class Evaluator:
         if self.writer is not None:
             self.writer.close()
         self.scorer.close()
-
-
-def first_tokens(sample: Sample, most: int) -> Sample:
-    """Returns a sample whose completion is cut, so that prompt and completion have `most` tokens at most."""
-    return part_of_sample(sample, 0, min(len(sample.completion_ids), most - len(sample.prompt_ids)))

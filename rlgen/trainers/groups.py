@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rlgen.algorithms.base import Advantages
 from rlgen.errors import EngineError, Fault, SentinelError
 from rlgen.losses.inputs import Mean, Totals
 from rlgen.metrics import Metric
@@ -30,7 +29,7 @@ from rlgen.rollout.samples import Samples
 from rlgen.rollout.table import RowTable
 from rlgen.run.state import random_tensors, set_random
 from rlgen.trainers.results import UpdateResult
-from rlgen.trainers.train_batch import TrainBatch, TrainBatchBuilder
+from rlgen.trainers.train_batch import Planned, TrainBatch, TrainBatchBuilder
 from rlgen.trainers.update import Updater
 from rlgen.types import Group
 
@@ -126,19 +125,11 @@ class Groups:
             self.sums.take()
         self.learned[int(table.group_id[0])] = Learned(table=table, train_batch=train_batch, kl=kl, part=part)
 
-    def finish(
-        self, table: RowTable, samples: Samples, epoch: float
-    ) -> tuple[TrainBatch, Advantages, dict[str, Any], UpdateResult]:
+    def finish(self, table: RowTable, samples: Samples, epoch: float) -> tuple[Planned, UpdateResult]:
         """Trains on the groups that are left, and makes the whole gradient that of the parameters.
 
-        Args:
-            table: of the step, group by group.
-
-        Returns:
-            Train batch, advantages and metrics, as `TrainBatchBuilder.build` does, and the result of the micro-batches.
-
-        Raises:
-            SentinelError: a group differs from what was trained.
+        `table` is that of the step, group by group. Returns what `TrainBatchBuilder.build` does, and the result of the
+        micro-batches. Raises SentinelError if a group differs from what was trained.
         """
         try:
             of_step = []
@@ -160,9 +151,7 @@ class Groups:
         self.sums.drop()
         return joined
 
-    def joined(
-        self, of_step: Sequence[Learned], table: RowTable, samples: Samples, epoch: float
-    ) -> tuple[TrainBatch, Advantages, dict[str, Any], UpdateResult]:
+    def joined(self, of_step: Sequence[Learned], table: RowTable, samples: Samples, epoch: float) -> tuple[Planned, UpdateResult]:
         """Returns the train batch with what its groups have computed, and corrects gradient and loss to its totals."""
         kl = torch.cat([one.kl for one in of_step if one.kl is not None]) if of_step[0].kl is not None else None
         train_batch, advantages, measured = self.builder.plan(table, samples, epoch, kl)
@@ -179,7 +168,7 @@ class Groups:
         if tokens:
             self.sums.give(factor)
         part = scaled(UpdateResult.sum(parts), factor, self.provisional.tokens / max(tokens, 1))
-        return train_batch, advantages, measured, part
+        return (train_batch, advantages, measured), part
 
     def drop(self) -> None:
         """Discards the gradients of a step that is given up."""

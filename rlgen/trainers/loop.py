@@ -36,7 +36,7 @@ class Learning:
             train_batch, advantages, measured = self.builder.build(got.learned_from, got.samples, got.epoch)
             updated, skipped = self.update(train_batch, step)
         else:
-            train_batch, advantages, measured, first = self.groups.finish(got.learned_from, got.samples, got.epoch)
+            (train_batch, advantages, measured), first = self.groups.finish(got.learned_from, got.samples, got.epoch)
             updated, skipped = self.update(train_batch, step, first)
         return StepResult(train_batch=train_batch, advantages=advantages, metrics={**measured, **updated}, skipped=skipped)
 
@@ -57,17 +57,17 @@ class Trainer:
     report: Reporter
     save: Saver
     callbacks: Callbacks
-    saves_on_drift: bool  # before a drift of the engine ends the run
 
     def run(self, start: Position, stop: StopRequest) -> None:
         """Trains from position `start` to step `steps`.
 
         Raises:
             Stopped: a process was asked to stop; a checkpoint of the last trained step is written.
-            RlgenError: a part of the step failed; raised in all processes. The last checkpoint is intact.
+            RlgenError: a part of the step failed; raised in all processes. The last checkpoint is intact, and after a failure
+                of the engine it is of the last trained step.
         """
         self.evaluate_first(start, stop)
-        guard = Guard(save=self.save, early=self.collect.early, saves_on_drift=self.saves_on_drift, start=start, stop=stop)
+        guard = Guard(save=self.save, early=self.collect.early, start=start, stop=stop, shared=self.collect.engine_share.shared)
         at = start
         for step in range(start.step + 1, self.steps + 1):
             clock = guard.clock

@@ -45,8 +45,7 @@ class Reporter:
         Each process writes the rows that it trains, and those that it sampled and no process trains. None counts as trained if
         the step's first update was skipped.
 
-        Raises:
-            DivergedError: more updates in a row were skipped than the recipe tolerates; raised in all processes.
+        Raises DivergedError in all processes if more updates in a row were skipped than the recipe tolerates.
         """
         train_batch, advantages, skipped = learned.train_batch, learned.advantages, learned.skipped
         nothing = skipped is not None and not skipped.update
@@ -131,10 +130,6 @@ class Reporter:
         ordered = known[np.argsort(got.samples.reward[known], kind="stable")]
         rows = [got.samples[int(row)] for row in dict.fromkeys((ordered[-1], ordered[0]))]
         return [
-            Example(
-                prompt=self.writer.prompt_at(row.group_id).text,
-                completion=self.writer.text_of(row),
-                reward=row.reward,
-            )
+            Example(prompt=self.writer.prompt_at(row.group_id).text, completion=self.writer.text_of(row), reward=row.reward)
             for row in rows
         ]

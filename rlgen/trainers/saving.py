@@ -28,8 +28,8 @@ from rlgen.types import Position
 class Saver:
     """Saves positions of a run. All processes call each method together."""
 
-    steps: int  # of the run
     every: int  # steps between two saves
+    on_drift: bool  # also before a drift of the engine ends the run
     processes: Processes
     policy: Policy
     optimizer: Optimizer
@@ -46,7 +46,7 @@ class Saver:
             EngineError: `refused`, after the save.
             DivergedError: a health rule ends the run; raised after the save.
         """
-        last = at.step == self.steps
+        last = at.step == self.report.steps
         ends = refused or checkup.ends
         asked = self.processes.on_main(self.report.directory.asked_to_save)
         due = last or at.step % self.every == 0
@@ -74,8 +74,7 @@ class Saver:
     def finish(self, wait: bool) -> None:
         """Deletes from the journal what a newly completed checkpoint makes unnecessary.
 
-        Raises:
-            CheckpointError: the save failed; raised in all processes.
+        Raises CheckpointError in all processes if the save failed.
         """
         if self.checkpoints.complete(wait):
             self.processes.on_main(lambda: self.sampler.journal.drop(0, self.checkpoints.oldest()))
@@ -102,33 +101,34 @@ class Saver:
         """Saves the last trained step, if there is one, and returns the error to raise."""
         if at.step:
             self(at, wait=True)
-        said = f"stopped {why} after step {at.step} of {self.steps}; go on with --resume"
+        said = f"stopped {why} after step {at.step} of {self.report.steps}; go on with --resume"
         return Stopped(said, self.report.directory.path)
 
 
 @dataclass(slots=True, kw_only=True)
 class Guard:
-    """What surrounds the steps of a run: a stop or a drift before weights move, and the times that a deadline is compared with.
+    """What surrounds the steps of a run: what ends one before weights move, and the times that a deadline is compared with.
 
     The time of a save counts to the step after it.
     """
 
     save: Saver
     early: EarlyScoring
-    saves_on_drift: bool
     start: Position  # of the run; what was trained before is saved
     stop: StopRequest
+    shared: bool  # several processes call one engine together: its error is raised in one of them only
     clock: PhaseClock = field(default_factory=PhaseClock)  # of the step
     saved: float = 0.0  # seconds of `clock` that the save before it took
     collected: float = 0.0  # seconds of `clock` when all samples were there
 
     @contextmanager
     def step(self, at: Position) -> Iterator[None]:
-        """Handles the two ways in which the step after `at` ends before it changes a weight: a request to stop, and a drift.
+        """Handles what ends the step after `at` before it changes a weight: a request to stop, a drift, a lost engine.
 
         Raises:
             Stopped: the run was asked to stop, and is saved.
             SentinelError: engine and trainer differ. Samples of the step are not reused after a resume.
+            EngineError: the engine failed. The run is saved, but for a colocated engine that several processes call together.
         """
         self.stop.step = at.step + 1
         self.save.finish(wait=False)
@@ -139,8 +139,17 @@ class Guard:
             self.early.close()  # that of the next step too
             self.save.invalidate_samples(at.step + 1)
             set_random(draws)
-            if self.saves_on_drift and at != self.start:
+            if self.save.on_drift and at != self.start:
                 self.save(at, wait=True)
+            raise
+        except EngineError as error:
+            self.early.close()
+            set_random(draws)
+            if at != self.start and not self.shared:
+                try:
+                    self.save(at, wait=True)
+                except Exception as unsaved:  # a GPU that failed under the engine fails here, too: the first error explains more
+                    raise error from unsaved
             raise
         except StopNow:
             self.early.close()

@@ -63,6 +63,7 @@ class TrainBatch:
         learns_without_advantage: bool = True,
         packed: bool = False,
         attention: float = 0.0,
+        sharing: int = 1,
     ) -> "TrainBatch":
         """Assigns the rows that `advantages` trains to processes, in micro-batches of at most `budget` tokens, and sends them.
 
@@ -75,6 +76,7 @@ class TrainBatch:
             learns_without_advantage: whether a row of advantage 0 has a gradient, for example from a KL in the loss.
             packed: whether the rows of a micro-batch are computed without padding.
             attention: see `Policy.attention_cost`.
+            sharing: neighbouring processes that share out the tokens of their rows: together they have so many budgets.
         """
         prompts = Prompts(table.group_id, table.prompt_tokens) if packed else None
         trained = advantages.trained.nonzero()[:, 0].numpy()
@@ -82,9 +84,9 @@ class TrainBatch:
         pairs = pairs_of(trained, advantages.pair_id.numpy())
         units = pairs or [[row] for row in trained.tolist()]
         has_gradient = np.ones(len(table), dtype=bool) if learns_without_advantage else (advantages.advantages != 0).numpy()
-        how = lengths, budget, processes.world, prompts, attention
-        hands = deal([unit for unit in units if has_gradient[unit].any()], *how)
-        idle = deal([unit for unit in units if not has_gradient[unit].any()], *how)
+        how, size = (lengths, budget * sharing, processes.world // sharing, prompts, attention), len(units[0]) if units else 1
+        hands = each_ones(deal([unit for unit in units if has_gradient[unit].any()], *how), sharing, size)
+        idle = each_ones(deal([unit for unit in units if not has_gradient[unit].any()], *how), sharing, size)
         trainer = np.full(len(table), -1)
         for rank in range(processes.world):
             trainer[[row for rows in (*hands[rank], *idle[rank]) for row in rows]] = rank
@@ -151,13 +153,9 @@ def pairs_of(trained: NDArray[np.int64], pair_id: NDArray[np.int64]) -> list[lis
 
 
 def sent(table: RowTable, held: Samples, trainer: NDArray[np.int64], processes: Processes) -> Samples:
-    """Sends each row to the process that trains it.
+    """Sends each row to the process that trains it, and returns those of this process, in the order of the table.
 
-    Args:
-        trainer: [B] rank of that process; -1: no process trains the row.
-
-    Returns:
-        The rows that this process trains, in the order of the table.
+    `trainer` has the rank of that process, [B]; -1: no process trains the row.
     """
     own = table.holder == processes.rank
     parts = [held.take(table.place[own & (trainer == rank)]) for rank in range(processes.world)]
@@ -176,6 +174,15 @@ def by_holder(table: RowTable, world: int) -> NDArray[np.int64]:
     return np.concatenate([(table.holder == rank).nonzero()[0] for rank in range(world)])
 
 
+def each_ones(hands: Sequence[Sequence[Sequence[int]]], sharing: int, size: int) -> list[list[list[int]]]:
+    """Returns the micro-batches of each process, given those of each group of `sharing`, whose rows come in units of `size`."""
+    return [
+        [[row for at in range(first * size, len(rows), sharing * size) for row in rows[at : at + size]] for rows in passes]
+        for passes in hands
+        for first in range(sharing)
+    ]
+
+
 # The train batch of a step, the advantages of its rows, and the metrics that were measured on the way.
 Planned: TypeAlias = tuple[TrainBatch, Advantages, dict[str, Any]]
 
@@ -192,6 +199,7 @@ class TrainBatchBuilder:
     budget: int  # tokens of a micro-batch
     packed: bool = False  # whether the policy computes the rows of a micro-batch without padding
     attention: float = 0.0  # see `Policy.attention_cost`
+    sharing: int = 1  # neighbouring processes that share out the tokens of their rows
 
     def build(self, table: RowTable, held: Samples, epoch: float) -> Planned:
         planned = self.plan(table, held, epoch, self.kl(table, held))
@@ -203,7 +211,7 @@ class TrainBatchBuilder:
         advantages = self.algorithm.advantages(table.scores(self.weights, kl))
         alone = self.algorithm.learns_without_advantage
         train_batch = TrainBatch.of(
-            table, held, advantages, epoch, self.budget, self.processes, alone, self.packed, attention=self.attention
+            table, held, advantages, epoch, self.budget, self.processes, alone, self.packed, self.attention, self.sharing
         )
         if kl is None:
             return train_batch, advantages, {}
@@ -228,8 +236,7 @@ class TrainBatchBuilder:
 
         Each process computes it for the samples that it holds.
 
-        Raises:
-            DivergedError: a value is not finite. NaN in a reward would otherwise be taken for a reward that does not apply.
+        Raises DivergedError if a value is not finite: NaN in a reward would be taken for a reward that does not apply.
         """
         if self.algorithm.reference != "reward":
             return None

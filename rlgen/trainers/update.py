@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ from rlgen.sentinel.watch import Watch
 from rlgen.trainers.results import MicroBatchResult, SkippedUpdate, UpdateResult
 from rlgen.trainers.train_batch import TrainBatch
 from rlgen.types import Distribution, MicroBatch
+
+Updated: TypeAlias = tuple[dict[str, Any], SkippedUpdate | None]  # metrics, and the update that was skipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +61,7 @@ class Updater:
     less_memory: Callable[[Phase], Sequence[str]]  # settings to suggest if memory does not suffice
     deterministic: bool  # kernels that give the same bits each time
 
-    def __call__(
-        self, train_batch: TrainBatch, step: int, first: UpdateResult | None = None
-    ) -> tuple[dict[str, Any], SkippedUpdate | None]:
+    def __call__(self, train_batch: TrainBatch, step: int, first: UpdateResult | None = None) -> Updated:
         """Returns the metrics over all processes, and the skipped update or None, which is the same in all.
 
         Every update of the step counts in one metric: `updates/done`, `updates/empty` (nothing to learn: no tokens, or a gradient
@@ -78,9 +78,7 @@ class Updater:
         with same_bits(self.deterministic):
             return self._train(train_batch, step, first)
 
-    def _train(
-        self, train_batch: TrainBatch, step: int, first: UpdateResult | None
-    ) -> tuple[dict[str, Any], SkippedUpdate | None]:
+    def _train(self, train_batch: TrainBatch, step: int, first: UpdateResult | None) -> Updated:
         metrics: dict[str, Any] = {
             Metric.LOSS: None,
             Metric.GRAD_NORM: None,
@@ -99,12 +97,7 @@ class Updater:
         parts: list[UpdateResult] = []
         skipped: SkippedUpdate | None = None
         for update in range(self.updates):
-            if first is None or update:
-                part = UpdateResult.sum(
-                    self.processes.gather_all(partial(self._run, train_batch, update), has_collectives=self.sharded)
-                )
-            else:
-                part = first
+            part = self._run_all(train_batch, update) if first is None or update else first
             if update == 0:
                 metrics |= self._mismatch(train_batch, step)
                 metrics[Metric.TOKENS_PADDING] = part.padding
@@ -136,8 +129,7 @@ class Updater:
 
         The sentinel uses it. If the weights are sharded, it is this process's shard.
         """
-        part = UpdateResult.sum(self.processes.gather_all(partial(self._run, train_batch, 0), has_collectives=self.sharded))
-        self._add_gradients(part.with_gradient)
+        self._add_gradients(self._run_all(train_batch, 0).with_gradient)
         grads = [own_part(p.grad) for p in self.policy.parameters() if p.grad is not None]
         flat = torch.cat([grad.flatten().cpu() for grad in grads])
         self.optimizer.zero_grad()
@@ -157,6 +149,10 @@ class Updater:
             batch = collate(train_batch.samples, rows, self.processes.device)
             with memory_for(f"the entropy of {extent(batch)}", self.less_memory("forward"), SetupError):
                 train_batch.put("entropy", batch, self.policy(batch, (self.distribution,), "value").entropy)
+
+    def _run_all(self, train_batch: TrainBatch, update: int) -> UpdateResult:
+        """Runs `_run` in all processes, and returns the sum of their results. Gradients are not added up."""
+        return UpdateResult.sum(self.processes.gather_all(partial(self._run, train_batch, update), has_collectives=self.sharded))
 
     def _run(self, train_batch: TrainBatch, update: int) -> UpdateResult:
         """Computes the micro-batches of this process, and adds up their gradients. Idle rows only run forward."""

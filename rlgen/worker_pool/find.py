@@ -1,6 +1,4 @@
-"""Imports the function that the `use` of a reward or a tool names, and collects what the trainer must know about it. Runs in a
-worker.
-"""
+"""Imports the function that the `use` of a reward or a tool names, and collects facts for the trainer. Runs in a worker."""
 
 import hashlib
 import importlib
@@ -46,6 +44,10 @@ def find_function(use: str, trade: Trade) -> tuple[Callable[..., Any], str | Non
         module = load_file(Path(source)) if is_file else importlib.import_module(source)
     except BaseException as error:  # user code may raise anything
         why = f"{described(error)} {user_line(error, source)}"
+        if is_file and isinstance(error, ModuleNotFoundError) and error.name:
+            folder = Path(source).resolve().parent
+            if (folder / f"{error.name}.py").is_file() or (folder / error.name).is_dir():
+                why += f"; to import modules beside this file, set PYTHONPATH={folder}"
         raise trade.error(f"{trade.plural}: {source} cannot be imported: {why}") from error
     written = source if is_file else inspect.getsourcefile(module) if module.__file__ else None
     function = vars(module).get(name)

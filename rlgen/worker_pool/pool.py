@@ -4,6 +4,8 @@ kills workers that hang.
 A worker that is killed or dies loses the call that it was running. The other calls that it was sent and had not answered are sent
 to another worker, and the answers that it had already given stay valid. A thread of the trainer serves the workers, so that calls
 run while the trainer samples. While calls run, nothing in that thread waits without a timeout.
+
+Why no pool of a library: `concurrent.futures` and loky fail all open calls when one worker dies; none shows where a call hangs.
 """
 
 import logging
@@ -48,8 +50,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLimits:
-    """Limits on the number of worker processes and on what each may use."""
-
     workers: int
     memory: int | None  # bytes of each; None: it limits itself
     import_timeout: float  # seconds

@@ -26,11 +26,7 @@ class CallStream:
     """Collects the outcomes of calls, which may be added while earlier ones run: those of a step, or of a run."""
 
     def __init__(self, pools: Sequence["Pool"], places: Sequence[tuple[int, int]] = ()) -> None:
-        """Opens the pools; raises as `Pool.join` does.
-
-        Args:
-            places: of the source of a call that is added: its pool, and its index there.
-        """
+        """Opens the pools; raises as `Pool.join` does. `places`: the pool of each source of calls, and its index there."""
         self._pools = pools
         self._places = places
         self.came: SimpleQueue[CallOutcome | Exception] = SimpleQueue()  # from all pools; none follows an error

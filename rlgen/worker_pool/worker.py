@@ -189,9 +189,7 @@ def answer_calls(line: TrainerSocket) -> None:
 
 
 class Printed(io.TextIOBase):
-    """Standard output of the worker: writes line by line, and removes secrets, including those that the user's code put into its
-    environment.
-    """
+    """Standard output of the worker: writes line by line, without secrets, also those that calls put into its environment."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

@@ -58,9 +58,9 @@ def head(place: Place) -> Finding:
     products = 8 * tokens * hidden_size * vocabulary  # forward, again in the backward pass, and two of the backward pass
     values = [
         Value("forward and backward", 1e3 * seconds, "ms"),
-        Value("its products", products / seconds / 1e12, "TFLOP/s"),
-        Value("time, by all logits at once", seconds / once_seconds, "×"),
-        Value("memory, by all logits at once", most / once_most, "×", most=HEAD_MEMORY),
+        Value("its matrix products", products / seconds / 1e12, "TFLOP/s"),
+        Value("time ÷ that of all logits at once", seconds / once_seconds, "×"),
+        Value("memory ÷ that of all logits at once", most / once_most, "×", most=HEAD_MEMORY),
         Value("log-probs: max |Δ| to all at once", (logp - once_logp).abs().max().item(), "nats", most=4 * HEAD_AGREES),
         Value("gradients: ‖Δ‖/‖g‖ to all at once", off, "", most=HEAD_AGREES),
     ]
@@ -126,8 +126,8 @@ def attention(place: Place) -> Finding:
         _, math_most, wanted, _ = measured(run, given, place.device)
     values = [
         Value("chosen kernel, forward and backward", 1e3 * seconds, "ms"),
-        Value("its products", products / seconds / 1e12, "TFLOP/s"),
-        Value("its memory, by that of all scores", most / math_most, "×", most=ATTENTION_MEMORY),
+        Value("its matrix products", products / seconds / 1e12, "TFLOP/s"),
+        Value("its memory ÷ that of all scores", most / math_most, "×", most=ATTENTION_MEMORY),
         Value("its output: max |Δ| to that of all scores", (output - wanted).abs().max().item(), "", most=0.05),
     ]
     timed = ", ".join(f"{name} {one['ms']:.2f} ms" for name, one in numbers.items() if isinstance(one, dict))

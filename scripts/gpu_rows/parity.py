@@ -88,9 +88,9 @@ def arithmetic(name: str) -> Callable[[Place], Finding]:
         else:
             values = [
                 Value("log-probs: mean |Δ| to float64", of_device.mean, "nats"),
-                Value("log-probs: that by the CPU's", of_device.mean / of_cpu.mean, "×", most=OF_THE_CPU),
+                Value("log-probs: mean ÷ the CPU's", of_device.mean / of_cpu.mean, "×", most=OF_THE_CPU),
                 Value("gradient: ‖Δ‖/‖g‖ to float64", of_device.gradient, ""),
-                Value("gradient: that by the CPU's", of_device.gradient / of_cpu.gradient, "×", most=OF_THE_CPU),
+                Value("gradient: difference ÷ the CPU's", of_device.gradient / of_cpu.gradient, "×", most=OF_THE_CPU),
             ]
         numbers = {"cpu": vars_of(of_cpu), "device": vars_of(of_device), "float32_products": torch.get_float32_matmul_precision()}
         layers = f"{config.num_hidden_layers} layers of {config.hidden_size}, {rows} rows of {length} tokens"
@@ -126,9 +126,9 @@ def packed(place: Place) -> Finding:
         own = Distance.between(scored(model, torch.bfloat16, batch, prompts_of(samples)), exact)
         values += [
             Value(f"{name}: log-probs, mean |Δ| to float32", own.mean, "nats"),
-            Value(f"{name}: log-probs, by the padded rows'", own.mean / padded.mean, "×", most=OF_PADDED),
+            Value(f"{name}: log-probs ÷ the padded rows'", own.mean / padded.mean, "×", most=OF_PADDED),
             Value(f"{name}: gradient, ‖Δ‖/‖g‖ to float32", own.gradient, ""),
-            Value(f"{name}: gradient, by the padded rows'", own.gradient / padded.gradient, "×", most=OF_PADDED),
+            Value(f"{name}: gradient ÷ the padded rows'", own.gradient / padded.gradient, "×", most=OF_PADDED),
         ]
         numbers[name] = {"packed": vars_of(own), "padded": vars_of(padded), "layers": config.layer_types}
     return judged(values, f"{layers} layers, {2 * GROUP} rows of up to {length} tokens in two groups", numbers)
@@ -138,7 +138,7 @@ def sharded(place: Place) -> Finding:
     """FSDP on one device, opened as a run does, and packed where a run packs: the same log-probs and gradients as a whole policy,
     and what it costs in time and memory."""
     from rlgen.models.packing import can_pack
-    from rlgen.models.sharding import mesh_of
+    from rlgen.models.sharding import Meshes
     from rlgen.processes import Processes
     from rlgen.recipe import load_recipe
     from rlgen.rollout.batch import collate
@@ -164,7 +164,7 @@ def sharded(place: Place) -> Finding:
             policy = (
                 build_policy(settings, device)
                 if kind == "whole"
-                else open_shards(settings, mesh_of(processes, None), processes, True, print)
+                else open_shards(settings, Meshes.of(processes), processes, True, print)
             )
             packs[kind] = policy.packed
 
@@ -184,8 +184,8 @@ def sharded(place: Place) -> Finding:
         delta = (logp["sharded"] - logp["whole"]).abs().max().item()
         values += [
             Value(f"{name}: gradient, ‖Δ‖/‖g‖ to the whole policy's", off / norm, "", most=SHARDED[dtype]),
-            Value(f"{name}: forward and backward, by the whole policy's", seconds["sharded"] / seconds["whole"], "× time"),
-            Value(f"{name}: policies that pack otherwise than a run does", unlike, "of 2", most=0),
+            Value(f"{name}: time ÷ the whole policy's", seconds["sharded"] / seconds["whole"], "×"),
+            Value(f"{name}: policies that do not pack as a run would", unlike, "of 2", most=0),
         ]
         numbers[name] = {
             "max_delta_logp": delta,

@@ -73,7 +73,11 @@ class Row:
 
 def judged(values: Sequence[Value], sentence: str = "", numbers: dict[str, Any] | None = None) -> Finding:
     """Returns the finding of a row that has measured `values`: failed if one is out of its bounds, and then it says which."""
-    wrong = [f"{one.what} is {short(one.value)} {one.unit}, wanted {one.bound or 'a number'}" for one in values if not one.holds]
+    wrong = [
+        f"{one.what} is {f'{short(one.value)} {one.unit}'.strip()}, wanted {one.bound or 'a number'}"
+        for one in values
+        if not one.holds
+    ]
     status: Status = "failed" if wrong else "ok"
     return Finding(status=status, sentence="; ".join([*wrong, *filter(None, [sentence])]), values=tuple(values), numbers=numbers)
 

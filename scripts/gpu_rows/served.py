@@ -71,7 +71,7 @@ def smollm2(place: Place) -> Finding:
     steps = [record for record in records if record["step"] > 1]
     values = [
         Value("sampled reward of the first 5 steps", fmean(rewards[:5]), ""),
-        Value("of the last 5 steps", fmean(rewards[-5:]), "", least=0.3 if place.gpu else None),
+        Value("sampled reward of the last 5 steps", fmean(rewards[-5:]), "", least=0.3 if place.gpu else None),
         Value("greedy, held out, before", greedy[0], ""),
         Value("greedy, held out, after", greedy[-1], "", least=greedy[0] if place.gpu else None),
         Value("steps with an alarm of the sentinel", sum(bool(r["sentinel/drift"]) for r in steps), "", most=0),

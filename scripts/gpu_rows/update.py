@@ -14,7 +14,7 @@ from gpu_rows.record import GIB, Finding, Place, Value, judged
 GROUP = 8
 PROMPT = 64
 # An estimate may be too large rather than too small. With gradient checkpointing it knows a layer's size on average alone.
-LEAST, MOST = 0.85, {"whole": 1.5, "checkpointed": 2.2}
+LEAST, MOST = 0.85, {"whole": 1.5, "checkpointed": 2.2, "offloaded": 2.2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,20 +179,21 @@ def said(config: Any) -> str:
 
 
 def memory(place: Place) -> Finding:
-    """What each phase of a step takes, beside `rlgen estimate`; with activations kept, and computed again."""
+    """What each phase of a step takes, beside `rlgen estimate`; with activations kept; computed again; and, with what is
+    kept and the moments, in the machine's memory."""
     from rlgen.models.memory import count, needs
 
     shape, config = shape_of(place), config_of(place)
     counts = count(config, shape.rows, shape.length, torch.bfloat16, "sdpa")
     values, numbers = [], {}
-    for kind in ("whole", "checkpointed"):
-        phases = {name: measurable(parts) for name, parts in needs(counts, plan_of(shape, kind)).items()}
-        measured = phases_of(place, config, shape, kind == "checkpointed")
+    for kind in MOST:
+        phases = {name: measurable(parts) for name, parts in needs(counts, plan_of(place, shape, kind)).items()}
+        measured = phases_of(place, config, shape, kind)
         gc.collect()  # a policy is part of a cycle
         numbers[kind] = {name: {"gib": most / GIB, "estimated_gib": phases[name] / GIB} for name, most in measured.items()}
         for name, most in measured.items():
             bounds = (LEAST, MOST[kind])
-            values.append(Value(f"{kind}, {name}: estimate by the {size(most)} measured", phases[name] / most, "×", *bounds))
+            values.append(Value(f"{kind}, {name}: estimate ÷ the {size(most)} measured", phases[name] / most, "×", *bounds))
     if place.gpu:  # what no tensor of the trainer has: of the estimate this is the 1 GiB of `overhead`
         reserved = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         free, total = torch.cuda.mem_get_info()
@@ -210,7 +211,7 @@ def size(count: int) -> str:
     return f"{count / GIB:.2f} GiB" if count >= GIB // 10 else f"{count / (1 << 20):.1f} MiB"
 
 
-def plan_of(shape: Shape, kind: str) -> Any:
+def plan_of(place: Place, shape: Shape, kind: str) -> Any:
     """Returns what `rlgen estimate` makes of a recipe whose engine is elsewhere."""
     from rlgen.models.memory import MemoryPlan
 
@@ -219,7 +220,9 @@ def plan_of(shape: Shape, kind: str) -> Any:
         length=shape.length,
         trainer_bytes=2,
         fp32_head=True,
-        checkpointing=kind == "checkpointed",
+        checkpointing=kind != "whole",
+        offload_activations=kind == "offloaded",
+        offload_moments=kind == "offloaded",
         reference=False,
         adapter_rank=None,
         processes=1,
@@ -232,21 +235,25 @@ def plan_of(shape: Shape, kind: str) -> Any:
         share=None,
         tensor_parallel=1,
         sleeps=False,
-        device=None,
+        device=torch.cuda.mem_get_info()[1] if place.gpu else None,
     )
 
 
-def phases_of(place: Place, config: Any, shape: Shape, checkpointing: bool) -> dict[str, int]:
+def phases_of(place: Place, config: Any, shape: Shape, kind: str) -> dict[str, int]:
     """Returns the most bytes of tensors in each phase of a step that is not the first: moments and gradients exist."""
     from rlgen.models.policy import Policy
     from rlgen.setup.policy import checkpoint_activations
+    from rlgen.setup.train_state import offload_moments
     from rlgen.types import WHOLE
 
     model = random_model(config, place.device)
-    if checkpointing:
+    if kind != "whole":
         checkpoint_activations(model)
-    policy = Policy(model, torch.bfloat16, fp32_head=True)
+    policy, offloads = Policy(model, torch.bfloat16, fp32_head=True), kind == "offloaded"
+    policy.offload_activations = offloads
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=place.gpu)
+    if offloads:
+        offload_moments(optimizer, place.device)
     batch = random_batch(shape.rows, shape.length, 1, config.vocab_size, place.device)
     kept: list[torch.Tensor] = []
 
@@ -262,7 +269,8 @@ def phases_of(place: Place, config: Any, shape: Shape, checkpointing: bool) -> d
 
     for run in (forward, backward, step, forward, backward):  # moments and gradients exist from here on
         run()
-    held = 16 * sum(parameter.numel() for parameter in policy.parameters())  # weights, gradients and two moments
+    each = 8 if offloads and place.gpu else 16  # bytes of weights and gradients, and of two moments
+    held = each * sum(parameter.numel() for parameter in policy.parameters())
     found, now = {}, held
     phases: dict[str, Callable[[], None]] = {"forward": forward, "backward": backward, "optimizer": step}
     for name, run in phases.items():

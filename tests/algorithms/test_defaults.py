@@ -54,11 +54,7 @@ def inputs(recipe: GRPORecipe | RLOORecipe | OnlineDPORecipe) -> LossInputs:
         group_tokens=torch.ones(len(rows), dtype=torch.long),
         pair_id=advantages.pair_id[rows],
         totals=Totals(
-            sequences=int(advantages.counted.sum()),
-            tokens=int(mask.sum()),
-            kept=int(mask.sum()),
-            prompts=3,
-            pairs=len(rows) // 2,
+            sequences=int(advantages.counted.sum()), tokens=int(mask.sum()), kept=int(mask.sum()), prompts=3, pairs=len(rows) // 2
         ),
         max_tokens=99,
         epoch=0.0,

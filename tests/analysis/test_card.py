@@ -138,4 +138,6 @@ def test_nothing_was_trained(tmp_path: Path) -> None:
 def test_a_folder_that_another_command_has_taken_meanwhile(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{")
     for run in (tmp_path / "gone", tmp_path):
-        assert last_lines(run, 1.0) == [f"the run has ended; another command uses {run} now"]
+        (said,) = last_lines(run, 1.0)
+        why = f"perhaps because another command uses it: {run}/resolved.yaml: does not exist"
+        assert said.startswith(f"the run has ended; {run} cannot be read now, {why}")

@@ -3,13 +3,14 @@
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import Proof
 from helpers.browser import browser, console, needs_browser, open_page, requests, texts_of
 from helpers.runs import bare_run, make_run
 from matplotlib.figure import Figure
@@ -27,8 +28,6 @@ from rlgen.analysis.report import ASSETS, island
 from rlgen.analysis.run import Run, read_run
 from rlgen.cli.app import app
 from rlgen.errors import SetupError, UsageError
-
-Proof = Callable[[str], None]
 
 REWARD = "reward/mean"
 GRPO: dict[str, Any] = {"trainer": {"kind": "grpo"}}
@@ -273,6 +272,8 @@ def test_a_metric_that_one_run_lacks(tmp_path: Path) -> None:
         (["a", "a/../a"], "a/../a is named twice; name each run once"),
         (["a", "c"], "c holds no run"),
         (["a", "b", "--metric", "reward/maen"], "did you mean `reward/mean`?"),
+        (["a", "b", "--html", "--out", "nonexist/x.html"], "--out: there is no folder nonexist; make it, or name another"),
+        (["a", "b", "--html", "--out", ""], "--out: . is a folder; name a file"),
         (["a", "b", "--metric", "zzz"], "they have reward/mean, step, time/step, tokens/generated"),
     ],
 )

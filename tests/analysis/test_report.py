@@ -6,14 +6,14 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import read_jsonl
+from conftest import Proof, read_jsonl
 from helpers.browser import browser, console, needs_browser, open_page, requests, texts_of, wait
 from helpers.rollouts import rollout_rows
 from helpers.runs import Row, Words, make_run, write_rows
@@ -26,10 +26,10 @@ from rlgen.analysis.report import ASSETS, SCRIPTS, island
 from rlgen.analysis.run import read_run
 from rlgen.analysis.summary import duration, summary_of, verdicts_of
 from rlgen.cli.app import app
+from rlgen.cli.compare import report_command
+from rlgen.errors import UsageError
 from rlgen.recipe.trainers import CorrectionRecipe
 from rlgen.rollout.samples import Ragged
-
-Proof = Callable[[str], None]
 
 HOSTILE = (
     "</script><script>document.title='pwned'</script><img src=x onerror=\"document.title='pwned'\">"
@@ -157,6 +157,11 @@ def test_a_pipe_is_written_to_and_stays_a_pipe(run: Path, tmp_path: Path) -> Non
         read = reader.submit(pipe.read_bytes)
         report(run, "--out", str(pipe))
         assert b"<html" in read.result() and pipe.is_fifo()
+
+
+def test_a_folder_that_is_not_there_is_said(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^--out: there is no folder .*nonexist; make it, or name another$"):
+        report_command(run, tmp_path / "nonexist" / "x.html", png=False, rollouts=10, as_json=False)
 
 
 def test_a_run_of_many_rollouts_is_thinned_evenly(run: Path) -> None:

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import RECIPE
 
 from rlgen.cli.serve import address, announced, serve_command, watch
 from rlgen.engines.found import addresses
@@ -70,8 +69,6 @@ def test_a_file_system_that_does_not_answer_ends_no_server(tmp_path: Path, monke
         assert there()
 
 
-def test_the_folder_must_be_there(tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(RECIPE)
+def test_the_folder_must_be_there(recipe_file: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=f"--announce: there is no folder {tmp_path}/none; make it first"):
-        serve_command(recipe, [], None, None, tmp_path / "none")
+        serve_command(recipe_file, [], None, None, tmp_path / "none")

@@ -2,10 +2,12 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from conftest import Proof
+from helpers.damage import flip
 from typer.testing import CliRunner
 
 from rlgen.cli.app import app
@@ -15,7 +17,6 @@ from rlgen.run.checkpoint_folder import CheckpointFolder
 from rlgen.run.directory import RunDirectory, pinned_step
 from rlgen.run.manifest import seal
 
-Proof = Callable[[str], None]
 FACTS = {"time": 1.7e9, "rlgen": "0", "trainer": "grpo", "processes": 1, "model": {}}
 
 
@@ -33,9 +34,7 @@ def run(tmp_path: Path) -> Iterator[Path]:
 
 
 def damage(run: Path, step: int) -> None:
-    file = run / "checkpoints" / f"step_{step:06d}" / "data"
-    data = file.read_bytes()
-    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    flip(run / "checkpoints" / f"step_{step:06d}" / "data", 1)
 
 
 def names(run: Path) -> list[str]:

@@ -4,18 +4,18 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, Proof, Run, of_rows
+from helpers.recipes import written
 
+from rlgen.cli.files import looked_up
 from rlgen.cli.validate import validate_command
+from rlgen.data.source import load_rows
 from rlgen.errors import RecipeError
-
-Proof = Callable[[str], None]
-Run = Callable[..., subprocess.CompletedProcess[str]]
+from rlgen.recipe import dump_recipe, load_recipe
 
 
 def test_three_mistakes_with_their_lines_and_no_traceback(rlgen: Run, recipe_file: Path) -> None:
@@ -35,7 +35,6 @@ def test_three_mistakes_with_their_lines_and_no_traceback(rlgen: Run, recipe_fil
     "arguments, code, text",
     [
         (["train", "missing.yaml"], 2, "does not exist"),
-        (["validate", "--json", "missing.yaml"], 2, "does not exist"),
         (["recipes", "copy", "nothing"], 2, "there is no recipe nothing; there are arithmetic-tiny-grpo"),
         (["recipes", "list"], 0, "smoke"),
         (["--version"], 0, "rlgen 0."),
@@ -62,6 +61,28 @@ def test_validate_names_the_plan_and_missing_files(recipe_file: Path, capsys: py
         validate_command(recipe_file, ["rewards.0.use=r.py:f", "data={source: no.jsonl}"], as_json=False, count=0)
 
 
+@pytest.mark.parametrize("source", ["rows.jsonl", "r*.jsonl", "./"])
+def test_data_below_a_folder_with_brackets(tmp_path: Path, source: str) -> None:
+    written(tmp_path, '{"prompt": "a", "answer": "b"}\n', "exp[1]/rows.jsonl")
+    path = written(tmp_path, of_rows(source), "exp[1]/recipe.yaml")
+    loaded = load_recipe(path)
+    assert looked_up(loaded) == (None if source == "./" else {"prompt", "answer"})
+    again = load_recipe(written(tmp_path, dump_recipe(loaded.recipe), "exp[1]/resolved.yaml"), resolved=True).recipe.data
+    assert again == loaded.recipe.data and [row["prompt"] for row in load_rows(again, 0).rows] == ["a"]
+    with pytest.raises(RecipeError, match=r"exp\[1\]/rosw\.jsonl does not exist; did you mean `.*/exp\[1\]/rows\.jsonl`"):
+        looked_up(load_recipe(path, ["data.source=rosw.jsonl"]))
+
+
+@pytest.mark.parametrize("content", [b"\xef\xbb\xbf# \xc3\xa9\n", b"# -*- coding: latin-1 -*-\n# \xe9\n"])
+def test_a_reward_file_is_read_as_python_reads_it(recipe_file: Path, content: bytes) -> None:
+    file = recipe_file.parent / "r.py"
+    file.write_bytes(content + b"def f(completion):\n    return 1.0\n")
+    assert looked_up(load_recipe(recipe_file, ["rewards=[{use: 'r.py:f'}]"])) == {"prompt", "answer"}
+    file.write_bytes(b"x = '\xe9'\n")
+    with pytest.raises(RecipeError, match=r"r\.py cannot be read: "):
+        looked_up(load_recipe(recipe_file, ["rewards=[{use: 'r.py:f'}]"]))
+
+
 def timed(command: list[str], **options: Any) -> tuple[subprocess.CompletedProcess[str], float]:
     """Runs a command. Returns how it ended, and its seconds of a core: on a host that has other things to do it waits."""
     began = os.times()
@@ -82,6 +103,7 @@ def test_quick_answers_import_nothing_heavy() -> None:
 import sys
 from typer.testing import CliRunner
 from rlgen.cli.app import app
+from rlgen.setup import TrainOptions, train  # so that a mistake in a recipe is said at once, by Python as by the command
 recipe = "{ROOT / "recipes" / "gsm8k-qwen3-0.6b-grpo.yaml"}"
 for arguments in (["--help"], ["validate", recipe], ["show", recipe], ["docs"], ["docs", "recipe"]):
     assert CliRunner().invoke(app, arguments).exit_code == 0, arguments

@@ -1,14 +1,12 @@
 """`rlgen doctor` as a user runs it. What it finds is tested in tests/sentinel."""
 
 import json
-import os
 import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from conftest import Run
+from helpers.torchrun import launch
 from helpers.waiting import HANGS
 
 from rlgen.cli.doctor import doctor_command
@@ -20,7 +18,7 @@ FSDP = ("--set", "engine={kind: transformers}", "--set", "processes.strategy=fsd
 @pytest.mark.slow
 @pytest.mark.timed
 def test_a_healthy_pair_gets_seven_verdicts_in_less_than_a_minute_and_a_baseline(
-    recipe_file: Path, tmp_path: Path, rlgen: Callable[..., Any]
+    recipe_file: Path, tmp_path: Path, rlgen: Run
 ) -> None:
     cache = str(tmp_path / "cache")
     first = rlgen("doctor", recipe_file, "--json", "--store-baseline", RLGEN_CACHE=cache)
@@ -51,10 +49,7 @@ def test_several_processes_print_one_report_and_one_fault(recipe_file: Path) -> 
     """What they find of sharded weights is tested faster in tests/run/test_two_processes.py."""
 
     def doctor(*words: str) -> subprocess.CompletedProcess[str]:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "rlgen"]
-        command = [*launcher, "doctor", str(recipe_file), "--json", *FSDP, *words]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.run(command, capture_output=True, text=True, timeout=HANGS, env=environment)
+        return launch("-m", "rlgen", "doctor", recipe_file, "--json", *FSDP, *words, timeout=HANGS)
 
     healthy = doctor()
     assert healthy.returncode == 0, healthy.stderr[-3000:]
@@ -69,7 +64,7 @@ def test_several_processes_print_one_report_and_one_fault(recipe_file: Path) -> 
 
 
 @pytest.mark.slow
-def test_one_process_says_that_it_shards_nothing(recipe_file: Path, rlgen: Callable[..., Any]) -> None:
+def test_one_process_says_that_it_shards_nothing(recipe_file: Path, rlgen: Run) -> None:
     ended = rlgen("doctor", recipe_file, *FSDP)
     assert ended.returncode == 0, ended
     assert ended.stdout.startswith("one process holds all weights; for sharded ones (fsdp): `torchrun"), ended

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from conftest import RECIPE
+from helpers.recipes import written
 from transformers import CONFIG_MAPPING
 
 from rlgen.cli.estimate import conclusions, estimate_command, memory_report, plan_of
@@ -30,9 +31,7 @@ def recipe(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     CONFIG_MAPPING["qwen3"](**SHAPE).save_pretrained(folder)
     assert [path.name for path in folder.iterdir()] == ["config.json"]
-    path = tmp_path / "recipe.yaml"
-    path.write_text(RECIPE.replace('"tiny:qwen3"', str(folder)))
-    return path
+    return written(tmp_path, RECIPE.replace('"tiny:qwen3"', str(folder)))
 
 
 def report(recipe: Path, *overrides: str, gib: int | None = 80) -> dict[str, Any]:
@@ -52,8 +51,7 @@ def test_a_table_from_a_config_alone(recipe: Path, capsys: pytest.CaptureFixture
 
 def test_prompts_are_as_long_as_the_data_has_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The longest has 30 tokens, and a group of 4 shares it: 12 + 8 a row. Padded, each row has its own."""
-    path = tmp_path / "recipe.yaml"
-    path.write_text(RECIPE.replace(", max_prompt_tokens: 64", ""))
+    path = written(tmp_path, RECIPE.replace(", max_prompt_tokens: 64", ""))
     found = {}
     for packing in ("null", "false"):
         estimate_command(path, [f"optim.packing={packing}"], None, as_json=True)
@@ -88,6 +86,22 @@ def test_the_plan_follows_the_recipe(recipe: Path) -> None:
     assert (small.rows, small.length, small.sequences) == (8, 44, 8)
     assert (small.engine, small.trainer_bytes, small.engine_bytes, small.share) == ("transformers", 4, 2, None)
     assert plan_of(load_recipe(recipe, ["trainer={kind: online_dpo}"]).recipe, None).reference
+
+
+def test_weights_of_four_bits_and_rows_that_processes_share_out(recipe: Path) -> None:
+    """Of Qwen3-0.6B 440 million weights are those of linear layers; embedding, head and norms stay in bfloat16."""
+    lora = report(recipe, "model.lora={}")
+    assert any(hint["setting"] == "model.quantization=nf4" for hint in lora["hints"])
+    nf4, int8 = (report(recipe, "model.lora={}", f"model.quantization={kind}") for kind in ("nf4", "int8"))
+    linear = 28 * (2 * 1024 * 2048 + 2 * 1024 * 1024 + 3 * 1024 * 3072)
+    weights = [found["phases"]["load"]["trainer weights"] for found in (lora, nf4, int8)]
+    assert [weights[0] - less for less in weights[1:]] == [linear * (2 - 1 / 2 - 1 / 16), linear]
+    whole = plan_of(load_recipe(recipe, SIZES).recipe, 80 * GIB)
+    fsdp = "processes={strategy: fsdp, count: 4, context: 4}"
+    shared = plan_of(load_recipe(recipe, [*SIZES, fsdp, "optim.micro_batch_tokens=384"]).recipe, 80 * GIB)
+    assert (whole.rows, whole.length) == (30, 1092) and (shared.rows, shared.length) == (1, 384), "of 1,536 tokens of one row"
+    with pytest.raises(RecipeError, match=r"= 1536; set optim.micro_batch_tokens to 384 or more"):
+        load_recipe(recipe, [*SIZES, fsdp, "optim.micro_batch_tokens=383"])
 
 
 def test_what_is_said_without_a_gpu_and_with_too_small_a_cache(recipe: Path) -> None:
@@ -132,7 +146,7 @@ def test_nodes_and_gpus_share_the_weights(recipe: Path, capsys: pytest.CaptureFi
     assert found["phases"]["optimizer"]["Adam moments"] == 8 * (found["parameters"] // 8)
     assert found["micro_batch"]["rows"] == 4, "256 completions in 64 processes"
     assert found["processes"]["peak_of_others"] == found["peak"]["bytes"], "on a GPU no checkpoint is copied"
-    with pytest.raises(RecipeError, match=r"processes\.shard 8 does not divide processes\.count 12"):
+    with pytest.raises(RecipeError, match=r"processes\.shard 8 divides no weights over 12 processes"):
         estimate_command(recipe, [*SIZES, SHARDED], 80, True, Machines(nodes=3, gpus=4))
 
 
@@ -145,9 +159,8 @@ def test_the_first_process_needs_more_where_it_copies_a_checkpoint(recipe: Path)
 def test_published_numbers_give_a_time(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     estimate_command(recipe, SIZES, None, False, Machines(gpu="h100"))
     said = capsys.readouterr().out
-    assert (
-        "of 74.40 GiB" in said and "a step takes" in said and "h100: of the published 989.5 TFLOP/s training reaches 30%" in said
-    )
+    assert "of 74.40 GiB" in said and "a step takes" in said
+    assert "h100: of the published 989.5 TFLOP/s training reaches 30%" in said
     assert "completions have 512 tokens in the mean, half of the most (--mean-tokens)" in said
     found = timed(recipe, gpu="h100", mean_tokens=200)
     assert found["rates"]["train_token"] == pytest.approx(6 * 596_049_920 / 0.3 / 989.5e12)

@@ -57,10 +57,7 @@ def test_memory_of_each_process(way: str, model: Path, tmp_path: Path) -> None:
 
 
 TIMED = ["run.steps=8", "rollout.max_completion_tokens=128", "optim.micro_batch_tokens=4096"]
-SMALL, LARGE = (
-    ["rollout.prompts_per_step=4", "rollout.group_size=8"],
-    ["rollout.prompts_per_step=8", "rollout.group_size=8"],
-)
+SMALL, LARGE = (["rollout.prompts_per_step=4", "rollout.group_size=8"], ["rollout.prompts_per_step=8", "rollout.group_size=8"])
 WIDER = ["rollout.prompts_per_step=4", "rollout.group_size=12"]
 
 

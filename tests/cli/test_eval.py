@@ -1,17 +1,20 @@
 """`rlgen eval`: a model, a run's checkpoint or an adapter, as a recipe's section `eval` says."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import RECIPE, read_jsonl
+from helpers.recipes import written
 from typer.testing import CliRunner
 
 from rlgen.cli.app import app
 from rlgen.cli.train import train_command
-from rlgen.errors import UsageError
+from rlgen.errors import CheckpointError, UsageError
 from rlgen.rollout.read import read_rollouts
+from rlgen.setup import evaluation
 
 EVAL = "eval={limit: 5, every: 1, group_size: 2}"
 ENGINE = "engine={kind: transformers}"
@@ -24,8 +27,7 @@ def invoke(*words: object) -> Any:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("eval")
-    (folder / "recipe.yaml").write_text(RECIPE)
-    train_command(folder / "recipe.yaml", [ENGINE, EVAL, "checkpoint={every: 1}"], False, False, None, folder / "run")
+    train_command(written(folder, RECIPE), [ENGINE, EVAL, "checkpoint={every: 1}"], False, False, None, folder / "run")
     return folder / "run"
 
 
@@ -64,11 +66,10 @@ def test_a_model_and_its_table(run: Path) -> None:
     assert [line.split()[0] for line in lines[start + 3 :]] == names.split()
 
 
-def test_an_adapter_is_laid_over_its_base(tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
+def test_an_adapter_is_laid_over_its_base(recipe_file: Path, tmp_path: Path) -> None:
     settings = [ENGINE, EVAL, "model.lora={rank: 4}", "run.steps=1"]
-    train_command(tmp_path / "recipe.yaml", settings, False, False, None, tmp_path / "run")
-    result = invoke(tmp_path / "run", tmp_path / "recipe.yaml", "--set", ENGINE, "--set", EVAL, "--step", "best", "--json")
+    train_command(recipe_file, settings, False, False, None, tmp_path / "run")
+    result = invoke(tmp_path / "run", recipe_file, "--set", ENGINE, "--set", EVAL, "--step", "best", "--json")
     assert result.exit_code == 0, result.exception
     found, after = json.loads(result.stdout.splitlines()[-1]), read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]
     assert measured(found["metrics"]) == measured(after) and found["model"].endswith("checkpoints/step_000001")
@@ -101,3 +102,11 @@ def test_what_cannot_be_evaluated(run: Path, words: list[str], said: str) -> Non
     places = {"RUN": str(run), "RECIPE": str(run.parent / "recipe.yaml"), "FOLDER": str(run.parent)}
     result = invoke(*(places.get(word, word) for word in words))
     assert isinstance(result.exception, UsageError) and said in str(result.exception)
+
+
+def test_where_samples_cannot_go_is_said_before_anything_is_evaluated(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "evaluate_model", lambda *_: pytest.fail("the numbers would be lost"))
+    recipe = run.parent / "recipe.yaml"
+    result = invoke("tiny:qwen3", recipe, "--set", EVAL, "--out", recipe)
+    assert isinstance(result.exception, CheckpointError), result.exception
+    assert re.search(r"recipe\.yaml cannot be written: .*; name another folder$", str(result.exception))

@@ -6,13 +6,14 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import CPU, RECIPE, open_vllm, read_jsonl
+from conftest import CPU, RECIPE, Proof, Run, open_vllm, read_jsonl
+from helpers.damage import flip
+from helpers.recipes import written
 from helpers.samples import answered, request
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -27,17 +28,14 @@ from rlgen.processes import Processes
 from rlgen.rollout.score import score
 from rlgen.types import WHOLE, Sampling
 
-Proof = Callable[[str], None]
 Captured = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
-Run = Callable[..., subprocess.CompletedProcess[str]]
 EXACT = 1e-5  # of logits and log-probs in float32
 SETTINGS = ["engine={kind: transformers}", "run.steps=4", "checkpoint.every=2"]
 
 
 def trained(folder: Path, *overrides: str) -> Path:
-    (folder / "recipe.yaml").write_text(RECIPE)
-    train_command(folder / "recipe.yaml", [*SETTINGS, *overrides], False, False, None, folder / "run")
+    train_command(written(folder, RECIPE), [*SETTINGS, *overrides], False, False, None, folder / "run")
     return folder / "run"
 
 
@@ -247,10 +245,7 @@ export_command(Path({str(adapter_run)!r}), Path({str(tmp_path / "out")!r}))
 @pytest.mark.fault(65, 72)
 def test_a_damaged_checkpoint_is_not_exported(full_run: Path, tmp_path: Path, proof: Proof) -> None:
     run = Path(shutil.copytree(full_run, tmp_path / "run"))
-    file = run / "checkpoints" / "step_000004" / "model.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-100] ^= 1
-    file.write_bytes(content)
+    flip(run / "checkpoints" / "step_000004" / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"step_000004: model\.safetensors has other bytes than were written") as caught:
         export_command(run, tmp_path / "out")
     assert caught.value.exit_code == 8 and [path.name for path in tmp_path.iterdir()] == ["run"]

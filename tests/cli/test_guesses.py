@@ -1,11 +1,10 @@
 """What people type out of habit does the thing, or names the command that does it."""
 
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import typer
+from conftest import Run
 from helpers.runs import bare_run
 
 from rlgen.cli.app import app
@@ -95,7 +94,7 @@ def test_search_in_all_pages(capsys: pytest.CaptureFixture[str]) -> None:
             docs_command(page, word)
 
 
-def test_as_it_is_typed(rlgen: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+def test_as_it_is_typed(rlgen: Run) -> None:
     assert rlgen("version").stdout.startswith("rlgen 0.")
     refused = rlgen("recipe.yaml")
     assert refused.returncode == 2 and refused.stderr.startswith("error: recipe.yaml is a recipe")

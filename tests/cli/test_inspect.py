@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import RECIPE, ROOT, of_rows, read_jsonl
+from helpers.recipes import written
 from typer.testing import CliRunner
 
 from rlgen.cli.app import app
@@ -78,8 +79,9 @@ def test_the_schema_is_printed_or_written(tmp_path: Path, capsys: Captured) -> N
     assert "# yaml-language-server: $schema=recipe.schema.json" in capsys.readouterr().out
     help_text = CliRunner().invoke(app, ["schema", "--help"]).output
     assert "# yaml-language-server: $schema=recipe.schema.json" in help_text
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(RECIPE)
+    with pytest.raises(UsageError, match=r"^--out: there is no folder .*nonexist; make it, or name another$"):
+        schema_command(tmp_path / "nonexist" / "x.json")
+    recipe = written(tmp_path, RECIPE)
     with pytest.raises(UsageError, match=r"recipe\.yaml does not end in \.json, and JSON would overwrite it"):
         schema_command(recipe)
     assert recipe.read_text() == RECIPE
@@ -112,6 +114,12 @@ def test_a_recipe_is_copied_with_its_reward(tmp_path: Path) -> None:
         copy_command("tldr-qwen3-0.6b-online-dpo", tmp_path)
     assert (tmp_path / "tldr.py").read_text() == "mine = True\n"
     assert not (tmp_path / "tldr-qwen3-0.6b-online-dpo.yaml").exists()
+
+
+def test_a_folder_that_cannot_be_made_for_a_copy_is_said(tmp_path: Path) -> None:
+    (tmp_path / "afile").touch()
+    with pytest.raises(CheckpointError, match=r"afile cannot be written: .*; name another folder$"):
+        copy_command("smoke", tmp_path / "afile" / "x.yaml")
 
 
 def test_the_list_of_recipes_fits_80_columns(capsys: Captured) -> None:

@@ -3,6 +3,8 @@
 import fcntl
 import json
 import os
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from rlgen.cli import status
 from rlgen.cli.app import app
 from rlgen.cli.status import status_of
 from rlgen.errors import UsageError
+from rlgen.files import read_json, write_json
 from rlgen.run.directory import RunDirectory
 
 
@@ -82,6 +85,29 @@ def test_looking_takes_no_run_its_lock(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setattr("rlgen.run.directory.PATIENCE", HANGS)
         RunDirectory.reopen(directory.path).close()
     assert tried[:3] == [fcntl.LOCK_EX | fcntl.LOCK_NB] * 3
+
+
+def test_a_damaged_run_hides_no_other(tmp_path: Path) -> None:
+    for name in ("good", "bad"):
+        bare_run(tmp_path / name, [0.5], steps=50, state="done")
+    (tmp_path / "bad" / "status.json").write_text("")
+    shown = CliRunner().invoke(app, ["runs", str(tmp_path), "--json"])
+    assert {one["name"]: one["state"] for one in json.loads(shown.stdout)} == {"good": "done", "bad": "unknown"}
+    assert "status.json is damaged" in CliRunner().invoke(app, ["status", str(tmp_path / "bad")]).stdout
+
+
+def test_a_clock_that_is_ahead_counts_no_negative_seconds(tmp_path: Path) -> None:
+    path = bare_run(tmp_path / "mine", [0.5])
+    found = read_json(path / "status.json")
+    write_json(path / "status.json", {**found, "time": time.time() + 90_000})
+    assert re.search(r"last heard of (90000|899\d\d) s ahead of the clock", CliRunner().invoke(app, ["status", str(path)]).stdout)
+    assert CliRunner().invoke(app, ["runs", str(tmp_path)]).stdout.splitlines()[-1].endswith(" 0 s")
+
+
+def test_a_pager_whose_quotation_is_not_closed_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGER", 'less "')
+    bare_run(tmp_path / "mine", [0.5])
+    assert "mine" in CliRunner().invoke(app, ["runs", str(tmp_path)]).stdout
 
 
 def test_how_it_goes_on(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import RECIPE, ROOT, read_jsonl
-from helpers.rollouts import rollout_rows
+from conftest import RECIPE, ROOT, Proof, Run, read_jsonl
+from helpers.rollouts import rollout_rows, rollout_writer
 from helpers.runs import make_run
 from helpers.samples import make_sample
 from helpers.slow import slow_but
@@ -27,12 +27,9 @@ from rlgen.files import read_json
 from rlgen.rollout.parquet import Rollout
 from rlgen.rollout.samples import Ragged, Samples
 from rlgen.run.console import Console, Terminal
-from rlgen.run.rollouts import RolloutWriter
 from rlgen.types import Prompt, ids_of, logp_of
 
 Patch = pytest.MonkeyPatch
-Proof = Callable[[str], None]
-Run = Callable[..., subprocess.CompletedProcess[str]]
 READ_BY_NOBODY = {
     "show": ("show",),
     "resolved": ("show", "--resolved"),
@@ -144,19 +141,7 @@ def no_prompt(position: int) -> Prompt:
 def test_completions_come_back_as_they_were(tmp_path: Path, proof: Proof) -> None:
     samples = [make_sample(sample_index=index, completion_ids=(index,), sampler_logp=(0.0,)) for index in range(len(HOSTILE))]
     count = len(samples)
-    writer = RolloutWriter(
-        folder=tmp_path / "rollouts",
-        rank=0,
-        world=1,
-        prompt_at=no_prompt,
-        tokenizer=Says(),
-        stop_ids=(),
-        every=1,
-        keep=None,
-        needed=lambda: 0,
-        stamp=lambda rollout: {},
-        on_disk=lambda step, path: None,
-    )
+    writer = rollout_writer(tmp_path, prompt_at=no_prompt, tokenizer=Says(), stop_ids=())
     empty = Ragged.of([logp_of(())] * count, np.float32)
     columns = Samples.of(samples, [])
     nothing = np.zeros(count)

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from random import Random
@@ -14,6 +15,8 @@ from typing import Any
 import datasets
 import pyarrow
 import pytest
+from helpers.before import before
+from helpers.damage import flip
 from helpers.rows import TEMPLATE, byte_tokenizer, prompts_of, write_lines
 
 from rlgen.data import build_prompts, cache, load_rows, source, tokens
@@ -42,24 +45,12 @@ def all_cached(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is done for each row: lines that are parsed, texts that are templated or tokenised."""
     done: list[str] = []
-
-    def count(place: Any, name: str) -> None:
-        call = getattr(place, name)
-
-        def counted(*arguments: Any, **settings: Any) -> Any:
-            done.append(name)
-            return call(*arguments, **settings)
-
-        monkeypatch.setattr(place, name, counted)
-
-    count(source, "parse_row")
-    count(tokens, "render")
-    count(tokens, "kind_of")
-    count(type(byte_tokenizer()), "_encode_plus")
-    count(type(byte_tokenizer()), "apply_chat_template")
+    of_tokenizer = [(type(byte_tokenizer()), name) for name in ("_encode_plus", "apply_chat_template")]
+    for place, name in ((source, "parse_row"), (tokens.PromptWriter, "render"), (tokens, "kind_of"), *of_tokenizer):
+        before(place, name, lambda *_, name=name: done.append(name), monkeypatch.setattr)
     return done
 
 
@@ -244,21 +235,13 @@ def test_a_tokenizer_that_cannot_be_named_is_not_kept(tmp_path: Path, folder: Pa
     assert made(folder, "prompts") == 1
 
 
-def flip(place: float) -> Callable[[Path], None]:
-    """Changes one bit at a share of a file's length."""
-
-    def change(path: Path) -> None:
-        content = bytearray(path.read_bytes())
-        content[int(place * (len(content) - 1))] ^= 1
-        path.write_bytes(content)
-
-    return change
-
-
 @pytest.mark.parametrize("kind", ["rows", "prompts"])
 @pytest.mark.parametrize(
     "damage",
-    [flip(0), flip(0.3), flip(0.5), flip(0.9), flip(1), lambda path: os.truncate(path, 100), lambda path: path.write_bytes(b"")],
+    [
+        *(partial(flip, share=share) for share in (0, 0.3, 0.5, 0.9, 1)),
+        *(lambda path: os.truncate(path, 100), lambda path: path.write_bytes(b"")),
+    ],
     ids=["first byte", "a third", "half", "near the end", "last byte", "cut off", "empty"],
 )
 def test_a_damaged_file_is_made_again(
@@ -284,7 +267,7 @@ def test_what_is_refused_is_refused_again(tmp_path: Path, all_cached: None) -> N
             start(odd, max_prompt_tokens=5, overlong="error", **CHAT | {"columns": {}})
         with pytest.raises(DataError, match=r"no row is left: .*10 over_long"):
             start(odd, max_prompt_tokens=5, **CHAT | {"columns": {}})
-        with pytest.raises(DataError, match="no prompt is a chat"):
+        with pytest.raises(DataError, match=r"data\.template_args: no prompt is a chat"):
             start(odd, template_args={"think": True})
 
 

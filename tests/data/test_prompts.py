@@ -1,10 +1,10 @@
 """Rows to prompts: the template once, order by position, counts, bad rows, odd answers."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Proof
 from helpers.rows import byte_tokenizer as templated
 from helpers.rows import prompts_of, write_lines
 
@@ -16,7 +16,6 @@ from rlgen.recipe.data import ColumnsRecipe
 
 TOKENIZER = byte_tokenizer()
 USER = {"role": "user", "content": "hi"}
-Proof = Callable[[str], None]
 
 
 def stream(rows: list[dict[str, Any]], folder: Path, tokenizer: Any = None, seed: int = 0, **settings: Any) -> PromptStream:
@@ -30,12 +29,7 @@ def test_text_is_used_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt, settings",
-    [
-        ("hi", {"system": "be"}),
-        ([{"role": "system", "content": "be"}, USER], {}),
-        ([USER], {"system": "be"}),
-    ],
+    "prompt, settings", [("hi", {"system": "be"}), ([{"role": "system", "content": "be"}, USER], {}), ([USER], {"system": "be"})]
 )
 def test_chats_are_templated_once(tmp_path: Path, prompt: Any, settings: dict[str, Any]) -> None:
     made = stream([{"prompt": prompt}], tmp_path, **settings).take(0, 1)[0]
@@ -101,11 +95,6 @@ def test_bad_rows_are_named(tmp_path: Path, value: Any, said: str, proof: Proof)
 def test_two_system_messages_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"row 0.*beside data\.system"):
         stream([{"prompt": [{"role": "system", "content": "a"}, USER]}], tmp_path, system="b")
-
-
-def test_template_args_need_a_chat(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.template_args: no prompt is a chat"):
-        stream([{"prompt": "a"}], tmp_path, template_args={"think": True})
 
 
 def test_a_tokenizer_that_goes_round_its_template_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,17 +16,6 @@ def recipe(source, **settings):
     return DataRecipe(source=str(source), **settings)
 
 
-def test_json_lines_keep_every_value_as_it_is_written(tmp_path):
-    rows = [
-        {"prompt": "2024-01-01", "answer": "07"},
-        {"prompt": "b", "answer": 7, "extra": [1]},
-    ]
-    loaded = load_rows(recipe(write_lines(tmp_path / "a.jsonl", rows)), 0)
-    assert list(loaded.rows) == [{**rows[0], "extra": None}, rows[1]]
-    assert loaded.columns == ("prompt", "answer", "extra")
-    assert loaded.kind == "file" and loaded.files == (str(tmp_path / "a.jsonl"),)
-
-
 def test_json_arrays_and_parquet(tmp_path):
     rows = [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
     (tmp_path / "a.json").write_text(json.dumps(rows))
@@ -40,7 +29,9 @@ def test_a_glob_reads_its_files_in_the_order_of_their_names(tmp_path):
     write_lines(tmp_path / "2.jsonl", [{"prompt": "second"}])
     write_lines(tmp_path / "1.jsonl", [{"prompt": "first"}])
     loaded = load_rows(recipe(tmp_path / "*.jsonl"), 0)
-    assert [row["prompt"] for row in loaded.rows] == ["first", "second"]
+    assert [row["prompt"] for row in loaded.rows] == ["first", "second"] and loaded.columns == ("prompt",)
+    assert loaded.kind == "file" and loaded.files == (str(tmp_path / "1.jsonl"), str(tmp_path / "2.jsonl"))
+    (tmp_path / "._1.jsonl").write_bytes(b"\x00\x05\x16\x07")  # macOS writes such files beside others
     assert [row["prompt"] for row in load_rows(recipe(tmp_path), 0).rows] == ["first", "second"]
 
 
@@ -76,7 +67,8 @@ def test_a_task_takes_its_options_and_the_seed():
         ("a.json", b'[{"prompt": "a"}, 3]', "element 1 is not an object"),
         ("a.json", b'[{"prompt": "a"}', "not JSON"),
         ("a.csv", b"prompt,answer\na,b\nc\n", "a.csv:3: the record does not have 2 values"),
-        ("a.csv", b'prompt,answer\n"a,b\n', "not CSV"),
+        ("a.csv", b'prompt,answer\n"a,b\n', "a.csv:2: not CSV"),
+        ("a.csv", b"prompt,answer,,,answer\na,b,,,c\n", "a.csv:1: the column `answer` is there twice"),
         ("a.parquet", b"PAR1 not really", "cannot be read"),
         ("a.txt", b"text", ".txt"),
     ],
@@ -87,6 +79,28 @@ def test_a_damaged_file_is_named(tmp_path, name, content, said, proof):
         load_rows(recipe(tmp_path / name), 0)
     assert said in str(caught.value) and str(tmp_path) in str(caught.value)
     proof(f"{name}: {said}")
+
+
+def test_tables_without_rows(tmp_path, caplog):
+    none, one = pyarrow.table({"prompt": pyarrow.array([], "string")}), pyarrow.table({"prompt": ["a"]})
+    pyarrow.parquet.write_table(none, tmp_path / "1.parquet")
+    with pyarrow.ipc.new_stream(tmp_path / "none.arrow", none.schema) as file:
+        file.write_table(none)
+    for name in ("1.parquet", "none.arrow"):
+        with pytest.raises(DataError, match=f"{name} holds no row"):
+            load_rows(recipe(tmp_path / name), 0)
+    assert not caplog.records, "`datasets` says nothing of its own"
+    pyarrow.parquet.write_table(one, tmp_path / "2.parquet")
+    assert list(load_rows(recipe(tmp_path / "*.parquet"), 0).rows) == one.to_pylist(), "a part may hold none"
+
+
+def test_a_column_of_a_type_that_datasets_does_not_know(tmp_path):
+    maps = pyarrow.array([[("a", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64()))
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "x": maps}), tmp_path / "a.parquet")
+    with pytest.raises(
+        DataError, match=r"a\.parquet cannot be read: .*map<.*\. Write it without columns of this type, or as JSON"
+    ):
+        load_rows(recipe(tmp_path / "a.parquet"), 0)
 
 
 @pytest.mark.fault(19)

@@ -27,6 +27,7 @@ ODD: list[Any] = [
         "\x00\x7f é 𝄞 \u2028",
         "a\ud800",
         "07",
+        "2024-01-01",
         "NA",
     ),
 ]
@@ -90,8 +91,10 @@ def test_every_json_value_comes_back(tmp_path_factory: pytest.TempPathFactory, s
 
 def test_csv_is_text(tmp_path: Path, place: None) -> None:
     path = tmp_path / "rows.csv"
-    path.write_text('\ufeffprompt,x\na,007\nb,\nc,"1\n2"\r\nd,"\u2028"\ne,NA\n', encoding="utf-8")
-    expected = [("a", "007"), ("b", ""), ("c", "1\n2"), ("d", "\u2028"), ("e", "NA")]
+    long = "x" * 200_000
+    rows = f'a,007\nb,\nc,"1\n2"\r\nd,"\u2028"\ne,NA\nf,"1\r\n2\r3"\r\ng,{long}\n'
+    path.write_bytes(f"\ufeffprompt,x\n{rows}".encode())
+    expected = [("a", "007"), ("b", ""), ("c", "1\n2"), ("d", "\u2028"), ("e", "NA"), ("f", "1\r\n2\r3"), ("g", long)]
     for _ in range(2):
         assert columns(path) == [{"prompt": prompt, "x": x} for prompt, x in expected]
 

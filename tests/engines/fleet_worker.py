@@ -1,10 +1,13 @@
 """Two processes that share three stand-ins for servers, one of which is killed under them: by torchrun, from `test_fleet.py`."""
 
+import os
+import signal
 import sys
 import time
 from pathlib import Path
 
-from helpers.waiting import until
+import test_fleet
+from helpers.waiting import HANGS, until
 from test_fleet import SAMPLING, StandIn, pool_on, requests, right
 
 from rlgen.engines.server import ServerEngine
@@ -17,8 +20,11 @@ from rlgen.types import Completion
 def main(folder: Path) -> None:
     processes, said = Processes.open(60), list[str]()
     standing = [StandIn(number, apart=False) for number in range(3)] if processes.is_main else []
+    test_fleet.TIMEOUT = HANGS  # a server is lost because it is killed, never because a machine is busy
     for one in standing:
         one.ready()
+        if one.number == 1:  # it answers no request before it is killed: both processes lose some
+            one.server().call("POST", "/slow", {"seconds": HANGS})
     lost = processes.on_main(lambda: standing[1].process.pid)
     shared = SharedServerPool(processes, lambda: pool_on(standing, said))
     engine, counts = ServerEngine(shared), []
@@ -30,7 +36,7 @@ def main(folder: Path) -> None:
         def finished(place: int, answer: Completion, came: list[int] = came, step: int = step) -> None:
             came.append(place)
             if step == 1 and len(came) == 8 and processes.rank == 1:
-                StandIn.kill(lost)
+                os.kill(lost, signal.SIGKILL)
 
         answers = processes.run_all(lambda step=step: engine.generate(requests(step), SAMPLING, finished), keepalive=True)
         right(answers, step, step)

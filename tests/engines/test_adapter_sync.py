@@ -4,6 +4,7 @@ The weights under the adapter stay to the last bit.
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import CPU, open_vllm, tiny_model
-from helpers.adapters import CHOSEN, adapted, gap, gap_to_base, learn, sample
+from helpers.adapters import CHOSEN, adapted, gap, gap_to_base, learn, moved, sample
 from helpers.recipes import recipe_for
 from helpers.slow import slow_but
 from helpers.waiting import HANGS
@@ -76,22 +77,13 @@ class ByFiles:
         self.vllm.close()
 
 
-def moved(name: str) -> Policy:
-    policy, generator = adapted(name), torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for layer in adapted_layers(policy.model).values():
-            second = factors(layer)[1]
-            second.copy_(0.1 * torch.randn(second.shape, generator=generator))
-    return policy
-
-
 def in_files(name: str) -> Factors:
     return {key: tensor for file in build_tiny(name).glob("*.safetensors") for key, tensor in load_file(file).items()}
 
 
 @pytest.mark.parametrize("name", CHOSEN)
 def test_the_worker_merges_what_the_trainer_merges(name: str) -> None:
-    model = moved(name).model
+    model = moved(name)
     sent, wanted = dict(adapter_factors(model)), dict(checkpoint_tensors(model))
     assert len(sent) == 3 * len(adapted_layers(model)) and is_factors(sent) and not is_factors(wanted)
     found = dict(merged(in_files(name).items(), sent, torch.float32, CPU))
@@ -144,8 +136,8 @@ FAULTS: dict[str, Callable[[Factors, Factors], Factors]] = {
 @pytest.mark.vllm
 @pytest.mark.parametrize("name", slow_but(CHOSEN, "qwen3-untied"))
 def test_adapters_and_merged_weights_arrive(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, engine = moved(name), ByFiles(name)
-    try:
+    policy = Policy(moved(name), torch.float32, True)
+    with closing(ByFiles(name)) as engine:
         send_weights(engine, policy.model, 1, Processes.alone(), hashed=True, whole=True)
         from_merged = sample(engine)
         assert gap(policy, from_merged) <= BOUND
@@ -169,8 +161,6 @@ def test_adapters_and_merged_weights_arrive(name: str, monkeypatch: pytest.Monke
         assert base_digest(policy.model) == base_digest(tiny_model(name))
         if name == "qwen3-untied":
             faults_are_found(policy, engine, monkeypatch)
-    finally:
-        engine.close()
 
 
 def faults_are_found(policy: Policy, engine: ByFiles, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,8 +184,8 @@ def faults_are_found(policy: Policy, engine: ByFiles, monkeypatch: pytest.Monkey
 def test_two_hundred_syncs_leave_the_base_alone_and_move_the_engine(alone: bool) -> None:
     """Of the adapter alone, and of the weights that it is merged into."""
     policy = adapted("qwen3")
-    engine: Any = ByFiles("qwen3") if alone else open_vllm("qwen3", max_model_len=80, max_num_seqs=16)
-    try:
+    opened: Any = ByFiles("qwen3") if alone else open_vllm("qwen3", max_model_len=80, max_num_seqs=16)
+    with closing(opened) as engine:
         base = {name: tensor.clone() for name, tensor in own_tensors(policy.model).items()}
         optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=1e-3)
         samples = first = sample(engine)
@@ -218,8 +208,6 @@ def test_two_hundred_syncs_leave_the_base_alone_and_move_the_engine(alone: bool)
         assert all(torch.equal(base[name], tensor) for name, tensor in own_tensors(policy.model).items())
         assert gap_to_base(policy, samples) > 0.1
         assert not alone or (len(set(engine.bytes)) == 1 and len(engine.bytes) == SYNCS)
-    finally:
-        engine.close()
 
 
 @pytest.mark.vllm
@@ -228,8 +216,8 @@ def test_a_launched_server_is_sent_the_adapter_alone(tmp_path: Path) -> None:
     settings = {"kind": "server", "launch": True, "lora": "adapter", "max_model_len": 80, "start_timeout": HANGS}
     model = {"lora": {"rank": 4, "alpha": 8.0}}
     needs = recipe_for("tiny:qwen3", engine={**settings, "transfer_dir": str(tmp_path)}, model=model).engine_needs
-    policy, engine = moved("qwen3"), build_engine(needs, locate("tiny:qwen3"), Processes.alone(), tmp_path, print)
-    try:
+    policy = Policy(moved("qwen3"), torch.float32, True)
+    with closing(build_engine(needs, locate("tiny:qwen3"), Processes.alone(), tmp_path, print)) as engine:
         assert engine.abilities.merges
         for version, whole in enumerate((False, True, False)):
             send_weights(engine, policy.model, version, Processes.alone(), hashed=True, whole=whole)
@@ -237,5 +225,3 @@ def test_a_launched_server_is_sent_the_adapter_alone(tmp_path: Path) -> None:
             assert is_factors(load_file(file)) is not whole
             samples = sample(engine)
             assert gap(policy, samples) <= BOUND and gap_to_base(policy, samples) >= POWER * BOUND
-    finally:
-        engine.close()

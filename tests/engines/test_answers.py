@@ -8,6 +8,7 @@ import asyncio
 import json
 import tracemalloc
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,14 +18,14 @@ import pytest
 from aiohttp import web
 from answers import URL, asking, calls, engine_on, reading, synthetic
 from helpers.engines import answering
-from helpers.samples import request
+from helpers.samples import completion, request
 
 from rlgen.engines import client
 from rlgen.engines.answer import Labelled, ServerAnswer, read_answer
 from rlgen.engines.client import OpenRequests
 from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.http import Server
-from rlgen.errors import EngineError, RlgenError, ServerLost
+from rlgen.errors import EngineError, Fault, RlgenError, SentinelError, ServerLost
 from rlgen.rollout.answers import check_answers
 from rlgen.types import Completion, Sampling, Span
 
@@ -145,6 +146,20 @@ def test_an_answer_that_was_changed_ends_with_its_cause(name: str) -> None:
     with pytest.raises(RlgenError, match=words) as found:
         collected((200, json.dumps(answer).encode()))
     assert found.value.exit_code == EngineError.exit_code == 6
+
+
+def test_answers_of_one_token_are_taken_if_a_text_may_have_ended_them_and_are_else_a_flattened_list() -> None:
+    """Of a multiple choice with `rollout.stop: [A, B, C, D]`, each answer is its letter."""
+    asked = [request((1, 2), seed) for seed in range(4)]
+    letters = [completion((65 + place,), (-1.0,), (1, 2), finish_reason="stop") for place in range(4)]
+    cut = [replace(one, finish_reason="length") for one in letters]
+    by_text = replace(SAMPLING, stop=("A", "B", "C", "D"))
+    check_answers(asked, letters, by_text, 0)
+    check_answers(asked, cut, SAMPLING, 0, free=True)  # the user's rollout code may sample one token, or keep one
+    for sampling, told in ((SAMPLING, letters), (by_text, [*letters[:3], cut[3]]), (by_text, [*letters, *letters])):
+        with pytest.raises(SentinelError, match="a list of completions was flattened") as found:
+            check_answers(asked, told, sampling, 0)
+        assert found.value.fault is Fault.FLATTENED_COMPLETIONS
 
 
 @pytest.mark.parametrize("name", ON_THE_WAY)

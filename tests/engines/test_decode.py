@@ -8,12 +8,14 @@ they are called again, and nothing else is recorded.
 import gc
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from conftest import open_vllm, plan_of, tiny_model
+from helpers.before import before
 from helpers.samples import request
 from torch import Tensor
 
@@ -55,14 +57,11 @@ class Pair:
 
 
 def pair(model: str = "qwen3", **changes: Any) -> Iterator[Pair]:
-    plain = open_vllm(model, **changes, extra=PLAIN)
-    ours = open_vllm(model, **changes)
-    from rlgen.engines.cpu_decode.worker import choose_kernels
+    with closing(open_vllm(model, **changes, extra=PLAIN)) as plain, closing(open_vllm(model, **changes)) as ours:
+        from rlgen.engines.cpu_decode.worker import choose_kernels
 
-    choose_kernels(vllm_weights.model_in(plain._llm))
-    yield Pair(plain, ours)
-    plain.close()
-    ours.close()
+        choose_kernels(vllm_weights.model_in(plain._llm))
+        yield Pair(plain, ours)
 
 
 @pytest.fixture(scope="module")
@@ -82,19 +81,15 @@ def counted(monkeypatch: pytest.MonkeyPatch, scheduler: Any) -> tuple[list[int],
 
     steps: list[int] = []
     shorter: list[int] = []
-    ours, go_on = type(scheduler)._next_token_of_each, DecodeRunner._go_on
+    ours = type(scheduler)._next_token_of_each
 
     def counting(self: Any) -> Any:
         output = ours(self)
         steps.append(output.total_num_scheduled_tokens)
         return output
 
-    def going_on(self: Any, last: Any, output: Any) -> None:
-        shorter.append(output.total_num_scheduled_tokens)
-        go_on(self, last, output)
-
     monkeypatch.setattr(type(scheduler), "_next_token_of_each", counting)
-    monkeypatch.setattr(DecodeRunner, "_go_on", going_on)
+    before(DecodeRunner, "_go_on", lambda _, last, output: shorter.append(output.total_num_scheduled_tokens), monkeypatch.setattr)
     return steps, shorter
 
 
@@ -127,14 +122,12 @@ def test_the_prefix_cache_knows_the_same_blocks(roomy: Pair) -> None:
 
 def test_requests_that_give_way_are_computed_again(narrow: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, ours = narrow.schedulers()
-    (steps, shorter), gave_way = counted(monkeypatch, ours), []
-    preempt = type(plain)._preempt_request
+    (steps, shorter), gave_way = counted(monkeypatch, ours), list[tuple[Any, int]]()
 
-    def noted(self: Any, one: Any, *rest: Any, **named: Any) -> Any:
-        gave_way.append((self, one.num_output_tokens))
-        return preempt(self, one, *rest, **named)
+    def note(scheduler: Any, one: Any, *_: Any) -> None:
+        gave_way.append((scheduler, one.num_output_tokens))
 
-    monkeypatch.setattr(type(plain), "_preempt_request", noted)
+    before(type(plain), "_preempt_request", note, monkeypatch.setattr)
     told, same = narrow.both(requests(16, seed=3))
     assert told == same and steps and shorter
     ended = [[tokens for scheduler, tokens in gave_way if scheduler is one] for one in (plain, ours)]
@@ -216,11 +209,9 @@ def test_a_version_that_it_was_not_compared_with_keeps_its_own() -> None:
 
 
 def test_tokens_are_those_of_vllm_as_it_is() -> None:
-    plain, ours = open_vllm("qwen3", extra=PLAIN), open_vllm("qwen3")
     asked = requests(24, seed=11)
-    told, same = plain.generate(asked, SAMPLING), ours.generate(asked, SAMPLING)
-    plain.close()
-    ours.close()
+    with closing(open_vllm("qwen3", extra=PLAIN)) as plain, closing(open_vllm("qwen3")) as ours:
+        told, same = plain.generate(asked, SAMPLING), ours.generate(asked, SAMPLING)
     gaps = []
     for one, other in zip(told, same, strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist() and one.finish_reason == other.finish_reason
@@ -232,13 +223,7 @@ def test_tokens_are_those_of_vllm_as_it_is() -> None:
 def repeated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The kernels of each repeated step from here on."""
     found: list[int] = []
-    repeat = Recording.repeat
-
-    def counting(recording: Recording, changing: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        found.append(len(recording.calls))
-        return repeat(recording, changing)
-
-    monkeypatch.setattr(Recording, "repeat", counting)
+    before(Recording, "repeat", lambda recording, *_: found.append(len(recording.calls)), monkeypatch.setattr)
     return found
 
 

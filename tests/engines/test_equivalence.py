@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -33,6 +34,7 @@ from rlgen.recipe import Recipe
 from rlgen.rollout.samples import Samples
 from rlgen.rollout.score import score
 from rlgen.rollout.table import RowTable
+from rlgen.run.checkpoint_folder import ChosenCheckpoint
 from rlgen.run.console import Console
 from rlgen.run.directory import RunDirectory
 from rlgen.sentinel.sync import send_weights
@@ -40,6 +42,8 @@ from rlgen.setup import trainer as opening
 from rlgen.setup import trainer_and_engine
 from rlgen.trainers.train_batch import TrainBatch
 from rlgen.types import Completion, Distribution, Request, Sample, Sampling
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPTS = ["7", "sort 3 1 2: ", "The quick brown fox jumps over the lazy dog. ", "sort 3 1 2: ", "once upon a time"]
 TWINS = 1, 3  # places of the prompt that is there twice
@@ -147,11 +151,12 @@ def take_step(recipe: Recipe, engine: Engine, folder: Path, further_stops: Seque
         patch.setattr(opening, "record_attempt", lambda *_: None)
         directory = RunDirectory.create(Path(mkdtemp(dir=folder)), "", "")  # with a journal of its own
         console, processes = Console(2, quiet=True), Processes.alone()
-        attempt = opening.RunContext(recipe=recipe, directory=directory, console=console, processes=processes)
+        attempt = opening.RunContext(
+            recipe=recipe, directory=directory, console=console, processes=processes, start=ChosenCheckpoint()
+        )
         trainer, _ = opening.open_trainer(attempt)
     learn, collect = trainer.learn, trainer.collect
     policy, reference = learn.update.policy, learn.builder.reference
-    assert reference is not None
     # Changed weights: engine and policy are no copies of the reference any more.
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -212,8 +217,6 @@ Steps = Callable[[str, str, str, int], Step]
 @pytest.fixture(scope="module")
 def step(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Steps]:
     """(mode, engine, trainer, group size) -> the step; each is taken once."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     opened: dict[str, Engine] = {}
 
     def engine(name: str) -> Engine:
@@ -243,7 +246,6 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Steps]:
     yield taken
     for one in opened.values():
         one.close()
-    torch.set_num_threads(threads)
 
 
 def all_cases(function: Any) -> Any:
@@ -316,7 +318,8 @@ def test_what_a_step_is_made_of(step: Steps, mode: str, engine: str, trainer: st
 
 def check_pairs(taken: Step, groups: list[list[Sample]], mode: str) -> None:
     """The best and the worst completion of each prompt are a pair, and nothing else is."""
-    ends = [(max(group, key=reward_of), min(group, key=reward_of)) for group in groups]
+    reward = attrgetter("reward")
+    ends = [(max(group, key=reward), min(group, key=reward)) for group in groups]
     if mode == "greedy":  # the texts are equal, and the place alone decides
         size = len(groups[0])
         assert [(best.sample_index, worst.sample_index) for best, worst in ends] == [(1, WORST[size])] * len(groups)
@@ -338,7 +341,7 @@ def check_pairs(taken: Step, groups: list[list[Sample]], mode: str) -> None:
 def check_grpo(taken: Step, groups: list[list[Sample]]) -> None:
     expected = []
     for group in groups:
-        rewards = [reward_of(sample) for sample in group]
+        rewards = [sample.reward for sample in group]
         mean, deviation = statistics.mean(rewards), statistics.stdev(rewards)
         expected += [(reward - mean) / (deviation + 1e-4) for reward in rewards]
     assert taken.advantages == pytest.approx(expected, abs=1e-9)
@@ -355,15 +358,10 @@ def check_rloo(taken: Step, groups: list[list[Sample]], mode: str) -> None:
     kl = [(logp - ref_logp).sum().item() for logp, ref_logp in zip(taken.logp, taken.ref_logp, strict=True)]
     beta, size, expected = 0.0 if mode == "greedy" else BETA, len(groups[0]), []
     for number, group in enumerate(groups):
-        rewards = [reward_of(sample) - beta * kl[number * size + place] for place, sample in enumerate(group)]
+        rewards = [sample.reward - beta * kl[number * size + place] for place, sample in enumerate(group)]
         expected += [reward - (sum(rewards) - reward) / (size - 1) for reward in rewards]
     assert taken.advantages == pytest.approx(expected, abs=1e-5)
 
 
 def key(sample: Sample) -> tuple[int, int]:
     return sample.group_id, sample.sample_index
-
-
-def reward_of(sample: Sample) -> float:
-    assert sample.reward is not None
-    return sample.reward

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import random
 import shutil
 import signal
@@ -12,17 +11,19 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.before import before
 from helpers.engines import engine_info
 from helpers.samples import request
 from helpers.torchrun import ENVIRONMENT, launch, well
 from helpers.waiting import HANGS, until
 from stand_in_server import completion
 
+from rlgen.engines.base import EngineCapabilities
 from rlgen.engines.fleet import ServerPool
 from rlgen.engines.found import addresses
 from rlgen.engines.http import Server
@@ -111,10 +112,6 @@ class StandIn:
             return True
         return False
 
-    @staticmethod
-    def kill(pid: int) -> None:
-        os.kill(pid, signal.SIGKILL)
-
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -145,12 +142,17 @@ def said() -> list[str]:
 
 
 def pool_on(fleet: Sequence[StandIn], said: list[str], **more: Any) -> ServerPool:
-    settings = {"servers": [one.server() for one in fleet], "processes": {}, "shape": {}, "in_flight": False, "restarts": 1000}
-    return ServerPool(**settings | {"carrier": FileTransfer(None), "say": said.append, "patience": HANGS} | more)
+    settings = {"servers": [one.server() for one in fleet], "processes": {}, "shape": {}, "abilities": EngineCapabilities()}
+    others = {"restarts": 1000, "carrier": FileTransfer(None), "say": said.append, "patience": HANGS}
+    return ServerPool(**settings | others | more)
 
 
-def engine_on(fleet: Sequence[StandIn], said: list[str], **more: Any) -> ServerEngine:
-    return ServerEngine(pool_on(fleet, said, **more))
+@contextmanager
+def engine_on(fleet: Sequence[StandIn], said: list[str], **more: Any) -> Iterator[ServerEngine]:
+    """An engine that has sent version 1."""
+    with closing(ServerEngine(pool_on(fleet, said, **more))) as engine:
+        engine.sync([], 1)
+        yield engine
 
 
 def requests(step: int) -> list[Any]:
@@ -164,15 +166,12 @@ class Asked:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.at: Counter[str] = Counter()
         self.of_prompt: dict[str, set[str]] = {}
-        ask = Server.ask
+        before(Server, "ask", self.count, monkeypatch.setattr)
 
-        async def counted(server: Server, session: Any, method: str, route: str, body: Any, timeout: float | None = None) -> Any:
-            if route == ROUTE and body is not None:
-                self.at[server.url] += 1
-                self.of_prompt.setdefault(str(json.loads(body)["token_ids"]), set()).add(server.url)
-            return await ask(server, session, method, route, body, timeout)
-
-        monkeypatch.setattr(Server, "ask", counted)
+    def count(self, server: Server, session: Any, method: str, route: str, body: Any, *_: Any) -> None:
+        if route == ROUTE and body is not None:
+            self.at[server.url] += 1
+            self.of_prompt.setdefault(str(json.loads(body)["token_ids"]), set()).add(server.url)
 
 
 def right(answers: Sequence[Completion], step: int, version: int) -> None:
@@ -185,7 +184,7 @@ def steps(fleet: list[StandIn], said: list[str], monkeypatch: pytest.MonkeyPatch
     """Trains `count` steps, with up to five servers away at a time. Returns how often what was done to them."""
     chance, done, asked = random.Random(7), Counter[str](), Asked(monkeypatch)
     kinds = ["killed", "stopped", "slow"] + ["cut off"] * all(one.own_network for one in fleet)
-    engine = engine_on(fleet, said)
+    engine = ServerEngine(pool_on(fleet, said))
     for step in range(1, count + 1):
         engine.sync([], step)
         for one in fleet:
@@ -210,6 +209,14 @@ def steps(fleet: list[StandIn], said: list[str], monkeypatch: pytest.MonkeyPatch
         lost = [url for url in asked.at if any(url in line and "is lost" not in line for line in said[begun:])]
         assert sum(asked.at.values()) <= 64 + sum(asked.at[url] for url in lost), "only what the lost ones had is asked again"
         until(lambda faults=faults: not faults)
+
+    def all_are_back() -> bool:
+        engine.sync([], count + 1)
+        return len(engine._keeper.servers) == len(fleet)
+
+    for one in fleet:
+        one.mend()
+    until(all_are_back)
     engine.close()
     return done
 
@@ -235,62 +242,54 @@ def test_two_processes_lose_a_server_together(tmp_path: Path) -> None:
 
 
 def test_completions_of_a_prompt_go_to_one_server(fleet: list[StandIn], said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_on(fleet, said)
-    engine.sync([], 1)
-    asked = Asked(monkeypatch)
-    right(engine.generate(requests(1), SAMPLING), 1, 1)
-    assert len(asked.of_prompt) == 16 and all(len(urls) == 1 for urls in asked.of_prompt.values())
-    assert sorted(asked.at.values()) == [8] * 8, "two prompts each"
-    # A single prompt is spread: else seven servers would be idle.
-    asked.at.clear()
-    engine.generate([request((3, 4), seed=place) for place in range(64)], SAMPLING)
-    assert sorted(asked.at.values()) == [8] * 8
-    engine.close()
+    with engine_on(fleet, said) as engine:
+        asked = Asked(monkeypatch)
+        right(engine.generate(requests(1), SAMPLING), 1, 1)
+        assert len(asked.of_prompt) == 16 and all(len(urls) == 1 for urls in asked.of_prompt.values())
+        assert sorted(asked.at.values()) == [8] * 8, "two prompts each"
+        # A single prompt is spread: else seven servers would be idle.
+        asked.at.clear()
+        engine.generate([request((3, 4), seed=place) for place in range(64)], SAMPLING)
+        assert sorted(asked.at.values()) == [8] * 8
 
 
 def test_with_none_left_the_call_waits_for_the_first_that_is_back(fleet: list[StandIn], said: list[str]) -> None:
     two = fleet[:2]
-    engine = engine_on(two, said)
-    engine.sync([], 1)
-    for one in two:
-        one.fail("killed")
-    threading.Timer(1.0, two[1].mend).start()
-    right(engine.generate(requests(1), SAMPLING), 1, 1)
-    assert any("none is left, so the run waits up to" in line for line in said)
-    assert [server.url for server in engine._keeper.servers] == [two[1].url]
-    two[1].fail("killed")
-    engine._keeper._patience = 0.6
-    with pytest.raises(ServerLost, match=r"cannot be reached.*rlgen serve") as raised:
-        engine.generate(requests(2), SAMPLING)
-    assert raised.value.exit_code == 6
-    two[1].mend()
-    engine.close()
+    with engine_on(two, said) as engine:
+        for one in two:
+            one.fail("killed")
+        threading.Timer(1.0, two[1].mend).start()
+        right(engine.generate(requests(1), SAMPLING), 1, 1)
+        assert any("none is left, so the run waits up to" in line for line in said)
+        assert [server.url for server in engine._keeper.servers] == [two[1].url]
+        two[1].fail("killed")
+        engine._keeper._patience = 0.6
+        with pytest.raises(ServerLost, match=r"cannot be reached.*rlgen serve") as raised:
+            engine.generate(requests(2), SAMPLING)
+        assert raised.value.exit_code == 6
+        two[1].mend()
 
 
 def test_a_sync_goes_on_without_a_server_that_dies_in_it(fleet: list[StandIn], said: list[str]) -> None:
-    engine = engine_on(fleet[:3], said)
-    engine.sync([], 1)
-    fleet[1].fail("killed")
-    assert engine.sync([], 2).version == 2 and len(engine._keeper.servers) == 2
-    right(engine.generate(requests(2), SAMPLING), 2, 2)
-    fleet[1].mend()
-    until(lambda: engine._keeper._absent[fleet[1].url].ready.is_set())
-    engine.sync([], 3)
-    assert len(engine._keeper.servers) == 3
-    right(engine.generate(requests(3), SAMPLING), 3, 3)
-    engine.close()
+    with engine_on(fleet[:3], said) as engine:
+        fleet[1].fail("killed")
+        assert engine.sync([], 2).version == 2 and len(engine._keeper.servers) == 2
+        right(engine.generate(requests(2), SAMPLING), 2, 2)
+        fleet[1].mend()
+        until(lambda: engine._keeper._absent[fleet[1].url].ready.is_set())
+        engine.sync([], 3)
+        assert len(engine._keeper.servers) == 3
+        right(engine.generate(requests(3), SAMPLING), 3, 3)
 
 
 def test_one_that_is_lost_too_often_stays_away(fleet: list[StandIn], said: list[str]) -> None:
-    engine = engine_on(fleet[:2], said, restarts=0)
-    engine.sync([], 1)
-    fleet[0].fail("killed")
-    right(engine.generate(requests(1), SAMPLING), 1, 1)
-    assert "it stays away, for servers were recovered 0 times (engine.restarts)" in said[0]
-    fleet[0].mend()
-    engine.sync([], 2)
-    assert len(engine._keeper.servers) == 1
-    engine.close()
+    with engine_on(fleet[:2], said, restarts=0) as engine:
+        fleet[0].fail("killed")
+        right(engine.generate(requests(1), SAMPLING), 1, 1)
+        assert "it stays away, for servers were recovered 0 times (engine.restarts)" in said[0]
+        fleet[0].mend()
+        engine.sync([], 2)
+        assert len(engine._keeper.servers) == 1
 
 
 def settings_of(url: str) -> ServerEngineRecipe:
@@ -302,21 +301,19 @@ def test_servers_join_and_leave_by_a_file(fleet: list[StandIn], said: list[str],
     file.write_text(f"{fleet[0].url}\n")
     settings = settings_of(f"file://{file}")
     assert addresses(settings) == [fleet[0].url]
-    engine = engine_on(fleet[:1], said, found=lambda: [Server(url, "token", TIMEOUT) for url in addresses(settings)])
-    engine.sync([], 1)
-    file.write_text(f"{fleet[1].url}\n{fleet[2].url}\n{fleet[0].url}\n")
-    engine.sync([], 2)  # looks at them
-    until(lambda: all(one is not None and one.ready.is_set() for one in engine._keeper._absent.values()))
-    engine.sync([], 3)
-    assert len(engine._keeper.servers) == 3
-    file.write_text(f"{fleet[2].url}\n")
-    engine.sync([], 4)
-    assert [server.url for server in engine._keeper.servers] == [fleet[2].url]
-    right(engine.generate(requests(4), SAMPLING), 4, 4)
-    file.unlink()
-    engine.sync([], 5)  # it may be written at this moment
-    right(engine.generate(requests(5), SAMPLING), 5, 5)
-    engine.close()
+    with engine_on(fleet[:1], said, found=lambda: [Server(url, "token", TIMEOUT) for url in addresses(settings)]) as engine:
+        file.write_text(f"{fleet[1].url}\n{fleet[2].url}\n{fleet[0].url}\n")
+        engine.sync([], 2)  # looks at them
+        until(lambda: all(one is not None and one.ready.is_set() for one in engine._keeper._absent.values()))
+        engine.sync([], 3)
+        assert len(engine._keeper.servers) == 3
+        file.write_text(f"{fleet[2].url}\n")
+        engine.sync([], 4)
+        assert [server.url for server in engine._keeper.servers] == [fleet[2].url]
+        right(engine.generate(requests(4), SAMPLING), 4, 4)
+        file.unlink()
+        engine.sync([], 5)  # it may be written at this moment
+        right(engine.generate(requests(5), SAMPLING), 5, 5)
 
 
 def test_a_name_has_all_of_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +323,7 @@ def test_a_name_has_all_of_its_addresses(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_server_with_other_settings_is_left_out(fleet: list[StandIn], said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_on(fleet[:2], said)
+    engine = ServerEngine(pool_on(fleet[:2], said))
     engine.sync([], 1)
     fleet[0].fail("killed")
     right(engine.generate(requests(1), SAMPLING), 1, 1)

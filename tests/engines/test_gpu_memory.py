@@ -86,12 +86,7 @@ def test_who_holds_the_memory_is_named_before_vllm_opens(
     ],
 )
 def test_what_vllm_would_refuse_is_refused(
-    gpu: Callable[..., None],
-    recipe_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    overrides: list[str],
-    free: int,
-    fits: bool,
+    gpu: Callable[..., None], recipe_file: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], free: int, fits: bool
 ) -> None:
     gpu(free, "true")
     monkeypatch.setattr(opening, "load_model", lambda *_: SimpleNamespace(config=PreTrainedConfig()))

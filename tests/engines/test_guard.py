@@ -73,7 +73,6 @@ class Family:
         command = [sys.executable, "-c", OWNER, str(place), server, pickle.dumps(PLAN).hex()]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": "/tmp"}
         self.owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-        assert self.owner.stdout is not None
         self.outbox, self.folder = map(Path, self.owner.stdout.readline().split())
         noted = self.folder / "shared"
         until(lambda: noted.exists() and "psm_" in noted.read_text())
@@ -124,7 +123,6 @@ def test_a_trainer_of_somebody_elses_server_is_killed(proof: Proof) -> None:
         "import sys; from rlgen.engines.transfer import FileTransfer as T; print(T(None)._place, flush=True); sys.stdin.read()"
     )
     owner = subprocess.Popen([sys.executable, "-c", words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert owner.stdout is not None
     weights = Path(owner.stdout.readline().strip())
     (watcher,) = psutil.Process(owner.pid).children()
     assert weights.is_dir() and watcher.is_running()
@@ -232,7 +230,6 @@ def test_when_its_owner_is_killed_nothing_is_left(tmp_path: Path, proof: Proof) 
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(long)},  # too long for the path of a socket
     )  # fmt: skip
-    assert owner.stdout is not None
     assert owner.stdout.readline() == "ready\n", (tmp_path / "log").read_text()[-3000:]
     family = tree(owner.pid)
     names = {process.name() for process in family}

@@ -9,12 +9,14 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import psutil
 import pytest
 from conftest import ROOT
+from helpers.before import before
 from helpers.waiting import HANGS
 
 from rlgen.engines import client, transfer
@@ -81,7 +83,6 @@ def test_a_server_is_not_blamed_for_the_time_in_which_all_processes_were_stopped
 
     async def stopped(server: Probed) -> None:
         loop = asyncio.get_running_loop()
-        assert isinstance(loop, Loop)
         await asyncio.gather(server.asked(4), stop(server, loop))
 
     with asyncio.Runner(loop_factory=Loop) as runner:
@@ -93,31 +94,23 @@ def test_a_server_is_not_blamed_for_the_time_in_which_all_processes_were_stopped
 def test_the_environment_never_loses_what_the_process_came_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other threads read it, also those of C."""
     monkeypatch.setenv("RLGEN_CHANGED", "before")
-    before, removed, unset = dict(os.environ), [], os.unsetenv
-
-    def taking_down(name: bytes) -> None:
-        removed.append(os.fsdecode(name))
-        unset(name)
-
-    monkeypatch.setattr(os, "unsetenv", taking_down)
+    came_with, removed = dict(os.environ), list[str]()
+    before(os, "unsetenv", lambda name: removed.append(os.fsdecode(name)), monkeypatch.setattr)
     with process_kept_as_is():
         os.environ["RLGEN_CHANGED"] = "inside"
         os.environ["RLGEN_NEW"] = "inside"
-    assert dict(os.environ) == before
+    assert dict(os.environ) == came_with
     assert "RLGEN_NEW" in removed
-    assert not before.keys() & set(removed)
+    assert not came_with.keys() & set(removed)
 
 
 def test_weights_of_a_trainer_in_another_container_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the host's name and its shared memory, but numbers of processes of its own."""
-    theirs = FileTransfer(None)
-    try:
+    with closing(FileTransfer(None)) as theirs:
         with monkeypatch.context() as there:
             there.setattr(psutil, "pid_exists", lambda pid: False)
             FileTransfer(None).close()
         assert theirs._place.is_dir()
-    finally:
-        theirs.close()
 
 
 def test_a_folder_that_cannot_be_removed_does_not_keep_the_run_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,15 +65,9 @@ def samples(asked_for: Sequence[Request], answers: Sequence[Completion], engine:
         Prompt(position=place, row=place, text="", prompt_ids=one.prompt_ids, columns={}, images=one.images)
         for place, one in enumerate(asked_for)
     ]
-    groups = build_groups(prompts, asked_for, answers, SAMPLING, Decoder())  # type: ignore[arg-type]
+    decoder: Any = SimpleNamespace(decode=lambda ids, skip_special_tokens: "")  # the text is for people
+    groups = build_groups(prompts, asked_for, answers, SAMPLING, decoder)
     return [sample for group in groups for sample in group.samples]
-
-
-class Decoder:
-    """In place of a tokenizer, of which only the text for people is wanted."""
-
-    def decode(self, ids: object, skip_special_tokens: bool) -> str:
-        return ""
 
 
 def test_engine_and_trainer_agree_with_a_warm_cache_too(engine: Engine, policy: Policy) -> None:
@@ -110,9 +106,8 @@ def test_a_sync_brings_the_vision_tower(engine: Engine, policy: Policy) -> None:
     before = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
     with torch.no_grad():
         for parameter in of_vision(policy.model):
-            parameter += (
-                0.1 * parameter.std(unbiased=False) * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-            )
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            parameter += 0.1 * parameter.std(unbiased=False) * noise
     found = samples(every, engine.generate(every, SAMPLING), engine)
     assert gap(policy, [found[2]]) < BOUND < 100 * BOUND < gap(policy, found[:2])  # the text is as it was
     send_weights(engine, policy.model, version + 1, ALONE)

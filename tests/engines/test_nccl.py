@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -233,9 +233,8 @@ def test_a_server_that_fails_ends_the_sync_at_once_and_for_good(route: str) -> N
     with pytest.raises(EngineError) as error:
         broadcast.send(WEIGHTS.items(), 1, hashed=False)
     assert time.monotonic() - began < HANGS  # nobody waits for those that still do
-    assert f"nccl, {route}: the vLLM server http://two failed at {route} with 500" in str(
-        error.value
-    ) and "restart the servers" in str(error.value)
+    said = str(error.value)
+    assert f"nccl, {route}: the vLLM server http://two failed at {route} with 500" in said and "restart the servers" in said
     assert not isinstance(error.value, ServerLost)
     assert broadcast.broken and group.closed
     group.log.clear()
@@ -254,10 +253,8 @@ def test_a_side_that_hangs_ends_the_sync_in_time(monkeypatch: pytest.MonkeyPatch
         hangs = "has not answered /update_weights within 600 s: it hangs"
         server.failing["/update_weights"] = ServerLost(server.url, hangs)
     began = time.monotonic()
-    with pytest.raises(
-        EngineError,
-        match=r"/update_weights: the vLLM server http://(one|two) has not answered /update_weights within 600 s: it hangs",
-    ):
+    words = r"/update_weights: the vLLM server http://(one|two) has not answered /update_weights within 600 s: it hangs"
+    with pytest.raises(EngineError, match=words):
         broadcast.send(WEIGHTS.items(), 1, hashed=False)
     assert time.monotonic() - began < HANGS and broadcast.broken, "nobody waits for this side"
     # the servers have all they want, this side never ends
@@ -277,9 +274,8 @@ def test_a_failure_of_this_side_has_its_name(monkeypatch: pytest.MonkeyPatch) ->
         raise RuntimeError("NCCL error: unhandled system error")
 
     monkeypatch.setattr(group, "broadcast", fails)
-    with pytest.raises(
-        EngineError, match="/update_weights: the trainer's side: RuntimeError: NCCL error: unhandled system error"
-    ):
+    words = "/update_weights: the trainer's side: RuntimeError: NCCL error: unhandled system error"
+    with pytest.raises(EngineError, match=words):
         broadcast.send(WEIGHTS.items(), 1, hashed=False)
 
     def gathered() -> Iterator[tuple[str, Tensor]]:
@@ -306,9 +302,8 @@ def test_who_cannot_join_is_told() -> None:
     absent: Any = GroupServer("http://one", group, (1, 2))
     route = "/init_weight_transfer_engine"
     absent.failing[route] = ServerLost("http://one", f"failed at {route} with 500: x")
-    with pytest.raises(
-        EngineError, match=r"joining a group of 3 at 127.0.0.1:\d+: the vLLM server http://one failed at /init_weight"
-    ):
+    words = r"joining a group of 3 at 127.0.0.1:\d+: the vLLM server http://one failed at /init_weight"
+    with pytest.raises(EngineError, match=words):
         Broadcast([absent], "127.0.0.1", group.connect, HANGS)
 
 
@@ -428,10 +423,10 @@ class Workers:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its group is in Python, and on the CPU")
 @pytest.mark.slow
 def test_a_worker_hears_what_vllm_loads_and_samples_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = open_vllm("qwen3", max_model_len=256, extra={"weight_transfer_config": {"backend": "nccl"}})
     model = changed(tiny_model("qwen3"))
     sent = {name: tensor.detach().clone() for name, tensor in checkpoint_tensors(model)}
-    try:
+    nccl_backend = {"weight_transfer_config": {"backend": "nccl"}}
+    with closing(open_vllm("qwen3", max_model_len=256, extra=nccl_backend)) as engine:
         workers = Workers(engine, monkeypatch)
         assert workers.call(Worker.rlgen_facts)["transfer"] == "nccl"
         received = {name: fingerprint(tensor, True) for name, tensor in sent.items()}
@@ -446,5 +441,3 @@ def test_a_worker_hears_what_vllm_loads_and_samples_from_it(monkeypatch: pytest.
         few = {name: tensor for name, tensor in sent.items() if name != "model.layers.1.mlp.down_proj.weight"}
         told = workers.update(few)
         assert list(told["received"]) == list(few) and told["not_loaded"] == ["model.layers.1.mlp.down_proj.weight"]
-    finally:
-        engine.close()

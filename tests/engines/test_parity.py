@@ -4,6 +4,7 @@
 """
 
 import random
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -98,11 +99,8 @@ def test_in_bfloat16_the_trainers_log_probs_are_vllms(folder: Path) -> None:
     rng = random.Random(0)
     rows = [tuple(rng.randrange(256) for _ in range(8)) for _ in range(16)]
     prompts = [Prompt(position=i, row=i, text="", prompt_ids=ids_of(row), columns={}) for i, row in enumerate(rows)]
-    engine = ColocatedEngine(plan, wait=None)
-    try:
+    with closing(ColocatedEngine(plan, wait=None)) as engine:
         groups = rollout(engine, prompts, Sampling(max_tokens=32, temperature=1.0, stop_ids=()), 1, 0, 0, byte_tokenizer())
-    finally:
-        engine.close()
     samples = [sample for group in groups for sample in group.samples]
     reported = torch.cat([torch.from_numpy(sample.sampler_logp) for sample in samples])
 

@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import ROOT, plan_of
 from helpers.engines import server_plan
@@ -18,6 +19,8 @@ from helpers.recipes import recipe_for
 from helpers.samples import request
 
 from rlgen.engines import vllm_compat
+from rlgen.engines.answer import Labelled, ServerAnswer
+from rlgen.engines.base import EngineCapabilities
 from rlgen.engines.launch import flags, reason
 from rlgen.engines.open import server_plans
 from rlgen.engines.plan import UNDECIDING, EnginePlan
@@ -128,8 +131,20 @@ def test_a_refusal_of_vllm_is_one_sentence_without_the_list_of_what_it_has() -> 
     assert vllm_compat.without_lists(other) == other
 
 
-@pytest.mark.parametrize("in_flight", [True, False])
-def test_a_server_holds_tokens_back_only_where_weights_stay(monkeypatch: pytest.MonkeyPatch, in_flight: bool) -> None:
+@pytest.mark.parametrize(
+    ("abilities", "labels", "versions"),
+    [
+        ({}, ["r.1"], [1]),
+        ({"in_flight": True}, ["r.2"], [2]),
+        ({"in_flight": True, "keeps_cache": True}, ["r.1", "r.2"], [1, 2]),
+        # The cache that its prompt used may be of version 1, which sampled none of its tokens.
+        ({"in_flight": True, "keeps_cache": True}, ["r.2"], [1, 2]),
+        ({"in_flight": True, "keeps_cache": True}, ["r.0"], [0]),  # by a server that a sync has lost
+    ],
+)
+def test_a_server_holds_tokens_back_only_where_weights_stay_and_a_kept_cache_is_told(
+    monkeypatch: pytest.MonkeyPatch, abilities: dict[str, bool], labels: list[str], versions: list[int]
+) -> None:
     bodies: list[dict[str, Any]] = []
 
     class Line:
@@ -137,20 +152,26 @@ def test_a_server_holds_tokens_back_only_where_weights_stay(monkeypatch: pytest.
 
         async def post(self, route: str, body: bytes) -> bytes:
             bodies.append(json.loads(body))
-            raise EngineError("enough")
+            spans = [Labelled(label, place, place + 1) for place, label in enumerate(labels)]
+            logp, experts = [-1.0] * len(spans), np.zeros((1 + len(spans), 2, 2), dtype=np.uint8)
+            return ServerAnswer.of((3, 4), [7] * len(spans), logp, "stop", spans, 0, experts).packed()
 
     async def each(servers: Any, most: int, items: Any, ask: Any, **_: Any) -> None:
         await ask(Line(), items[0])
 
     monkeypatch.setattr("rlgen.engines.client.each", each)
-    held = SimpleNamespace(run="r", version=1, syncs=1)
-    keeper = SimpleNamespace(in_flight=in_flight, held=held, servers=[])
-    engine = SimpleNamespace(_keeper=keeper, _version_of=None, _connections=1, _closed=None)
-    sampling = Sampling(max_tokens=4, temperature=1.0, stop_ids=(257,))
+    keeper: Any = SimpleNamespace(
+        held=SimpleNamespace(run="r", version=1, syncs=1), servers=[], abilities=EngineCapabilities(**abilities)
+    )
     call = SamplingCall(waiting={0: request((3, 4), seed=1)}, finished=None, further=None)
-    with pytest.raises(EngineError, match="enough"):
-        asyncio.run(ServerEngine._sample(engine, call, sampling, pytest.fail))  # type: ignore[arg-type]
-    assert [body["sampling_params"]["extra_args"] for body in bodies] == [{"rlgen_held": not in_flight}]
+    sampling = Sampling(max_tokens=4, temperature=1.0, stop_ids=(257,))
+    asyncio.run(ServerEngine(keeper)._sample(call, sampling, pytest.fail))
+    assert [body["sampling_params"]["extra_args"] for body in bodies] == [{"rlgen_held": not abilities}]
+    spans = call.answers[0].spans
+    assert [span.version for span in spans] == versions and spans[-1].stop == len(labels)
+    assert all(span.start < span.stop for span in spans) is (len(versions) == len(labels))
+    assert call.answers[0].weight_version == int(labels[0][2:]), "of the oldest token"
+    assert not len(call.answers[0].experts), "this run has not asked for them"
 
 
 def test_servers_share_the_work_and_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

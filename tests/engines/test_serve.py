@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import psutil
 import pytest
 import torch
 from answers import engine_on
-from conftest import ROOT, open_vllm, tiny_model
+from conftest import RECIPE, ROOT, open_vllm, tiny_model
 from helpers.engines import changed
 from helpers.living import gone, listening, tree
 from helpers.samples import request
@@ -40,13 +41,8 @@ Proof = Callable[[str], None]
 pytestmark = pytest.mark.vllm
 
 TOKEN = "a token of the tests"
-RECIPE = """\
-model: {path: "tiny:qwen3", dtype: float32}
-data: {source: "task:sort", chat: true, max_prompt_tokens: 64}
-rewards: [{use: exact_match}]
-rollout: {prompts_per_step: 4, group_size: 4, max_completion_tokens: 12}
-engine: {kind: server, launch: true, transfer: nccl, devices: "0"}  # NCCL itself needs GPUs; files are taken all the same
-"""
+# NCCL itself needs GPUs; files are taken all the same.
+SERVED = RECIPE + 'engine: {kind: server, launch: true, transfer: nccl, devices: "0"}\n'
 
 
 def outer_interface() -> str | None:
@@ -84,7 +80,7 @@ class Serving:
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     folder = tmp_path_factory.mktemp("serve")
-    (folder / "r.yaml").write_text(RECIPE)
+    (folder / "r.yaml").write_text(SERVED)
     build_tiny("qwen3")
     # The name of an outer interface in the environment: gloo would listen there, were it not told otherwise.
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": outer_interface() or "lo", "RANK": "3", "WORLD_SIZE": "9"}
@@ -95,7 +91,6 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     )  # fmt: skip
     try:
         lines: list[str] = []
-        assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)
             if line.startswith("ready"):
@@ -329,12 +324,9 @@ def test_nothing_listens_beyond_loopback(serving: Serving, proof: Proof) -> None
 
 def test_an_engine_in_this_process_listens_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", outer_interface() or "lo")
-    engine = open_vllm("qwen3", max_num_seqs=4)
-    try:
+    with closing(open_vllm("qwen3", max_num_seqs=4)):
         addresses = listening([psutil.Process()])
         assert addresses and set(addresses) == {"127.0.0.1"}
-    finally:
-        engine.close()
 
 
 @pytest.mark.slow
@@ -350,7 +342,7 @@ def test_the_token_stands_in_no_command_line_and_in_a_file_for_its_owner(serving
 
 @pytest.mark.slow
 def test_a_server_that_dies_early_says_why(rlgen: Any, tmp_path: Path) -> None:
-    (tmp_path / "r.yaml").write_text(RECIPE)
+    (tmp_path / "r.yaml").write_text(SERVED)
     done = rlgen("serve", tmp_path / "r.yaml", "--port", 0, "--set", "engine.extra={no_such_argument: 1}")
     assert done.returncode == 6
     assert "ended with exit code 2: this vLLM has no argument --no-such-argument=1; correct engine.extra" in done.stderr
@@ -359,7 +351,6 @@ def test_a_server_that_dies_early_says_why(rlgen: Any, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_port_that_is_taken_is_refused_at_once(serving: Serving) -> None:
     port = httpx.URL(serving.client.base_url).port
-    assert port is not None
     with pytest.raises(EngineError, match=rf"no server can listen on 127\.0\.0\.1 port {port}"):
         claim("127.0.0.1", port)
     with pytest.raises(EngineError, match=r"no server can listen on 192\.0\.2\.77"):

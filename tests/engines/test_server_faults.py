@@ -17,9 +17,10 @@ import pytest
 import torch
 from conftest import plan_of, tiny_model
 from helpers.engines import changed, kill, recoveries, server_plan
+from helpers.samples import make_sample
 
 from rlgen.engines import fleet as fleet_module
-from rlgen.engines.base import SyncReport, model_shape
+from rlgen.engines.base import EngineCapabilities, SyncReport, model_shape
 from rlgen.engines.fleet import ServerPool
 from rlgen.engines.http import Server, WeightsKept
 from rlgen.engines.launch import new_token, start_servers
@@ -27,6 +28,7 @@ from rlgen.engines.server import ServerEngine
 from rlgen.engines.transfer import FileTransfer
 from rlgen.errors import RlgenError, ServerLost
 from rlgen.models.weights import checkpoint_tensors
+from rlgen.rollout.samples import Samples
 from rlgen.types import Completion, Request, Sampling, ids_of
 
 Proof = Callable[[str], None]
@@ -48,7 +50,9 @@ class Bench:
         self.said: list[str] = []
         self.model = changed(tiny_model("qwen3"))
 
-    def engine(self, supervised: bool = True, restarts: int = 2, in_flight: bool = False, **other: str) -> ServerEngine:
+    def engine(
+        self, supervised: bool = True, restarts: int = 2, in_flight: bool = False, keeps_cache: bool = False, **other: str
+    ) -> ServerEngine:
         """On the server, or at another `url`, or with another `token`."""
         self.said.clear()
         if not all(process.is_running() for process in self.process.processes()) or not self.process.processes():
@@ -58,7 +62,7 @@ class Bench:
             servers=[at],
             processes={self.process.url: self.process} if supervised else {},
             shape=model_shape(self.model.config),
-            in_flight=in_flight,
+            abilities=EngineCapabilities(in_flight=in_flight, keeps_cache=keeps_cache),
             restarts=restarts,
             carrier=FileTransfer(None),
             say=self.said.append,
@@ -66,9 +70,17 @@ class Bench:
         return ServerEngine(fleet)
 
     @contextmanager
+    def opened(self, **settings: Any) -> Iterator[ServerEngine]:
+        """Such an engine that has sent its weights as version 1. Closed is all but the server, which other tests go on with."""
+        engine = self.engine(**settings)
+        engine.sync(checkpoint_tensors(self.model), 1)
+        yield engine
+        close(engine)
+
+    @contextmanager
     def other_weights(self) -> Iterator[None]:
-        """Inside the block, the model has others."""
-        norm = self.model.model.norm.weight.data
+        """Inside the block, the model has others, which compute other keys and values."""
+        norm = self.model.model.layers[0].input_layernorm.weight.data
         own = norm.clone()
         norm.mul_(1.5)
         yield
@@ -91,10 +103,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 @pytest.fixture(scope="module")
 def undisturbed(bench: Bench) -> list[Completion]:
-    engine = bench.engine()
-    engine.sync(checkpoint_tensors(bench.model), 1)
-    answers = engine.generate(REQUESTS, SAMPLING)
-    close(engine)
+    with bench.opened() as engine:
+        answers = engine.generate(REQUESTS, SAMPLING)
     assert len({answer.token_ids.tobytes() for answer in answers}) == len(REQUESTS)
     return answers
 
@@ -102,10 +112,8 @@ def undisturbed(bench: Bench) -> list[Completion]:
 @pytest.fixture
 def engine(bench: Bench, undisturbed: list[Completion]) -> Iterator[ServerEngine]:
     """With the weights that `undisturbed` was sampled by."""
-    opened = bench.engine()
-    opened.sync(checkpoint_tensors(bench.model), 1)
-    yield opened
-    close(opened)
+    with bench.opened() as opened:
+        yield opened
 
 
 def close(engine: ServerEngine) -> None:
@@ -149,16 +157,14 @@ def test_killed_while_idle(bench: Bench, engine: ServerEngine, undisturbed: list
 @pytest.mark.timed
 @pytest.mark.fault(51)
 def test_killed_while_idle_when_nobody_can_start_it(bench: Bench, undisturbed: list[Completion], proof: Proof) -> None:
-    engine = bench.engine(supervised=False)
-    engine.sync(checkpoint_tensors(bench.model), 1)
-    bench.kill()
-    error = failure(lambda: engine.generate(REQUESTS, SAMPLING), within=5)
-    assert isinstance(error, ServerLost) and recoveries(engine) == 0
-    # Started anew by whoever runs it, it answers with the weights of its folder: it is stale until it is given ours.
-    bench.process.restart()
-    assert engine.generate(REQUESTS, SAMPLING) == undisturbed
-    assert recoveries(engine) == 1 and "has the weights of version 1 again" in bench.said[0]
-    close(engine)
+    with bench.opened(supervised=False) as engine:
+        bench.kill()
+        error = failure(lambda: engine.generate(REQUESTS, SAMPLING), within=5)
+        assert isinstance(error, ServerLost) and recoveries(engine) == 0
+        # Started anew by whoever runs it, it answers with the weights of its folder: it is stale until it is given ours.
+        bench.process.restart()
+        assert engine.generate(REQUESTS, SAMPLING) == undisturbed
+        assert recoveries(engine) == 1 and "has the weights of version 1 again" in bench.said[0]
     proof("SIGKILL to a server that nobody restarts")
 
 
@@ -191,15 +197,13 @@ def test_hanging_while_healthy(bench: Bench, engine: ServerEngine, undisturbed: 
 @pytest.mark.timed
 @pytest.mark.fault(51, 52)
 def test_hanging_when_nobody_can_start_it(bench: Bench, undisturbed: list[Completion], proof: Proof) -> None:
-    engine = bench.engine(supervised=False)
-    engine.sync(checkpoint_tensors(bench.model), 1)
-    bench.signal_server(signal.SIGSTOP)
-    try:
-        error = failure(lambda: engine.generate(REQUESTS, SAMPLING), within=60)
-    finally:
-        bench.signal_server(signal.SIGCONT)
-    assert isinstance(error, ServerLost) and "health check" in str(error)
-    close(engine)
+    with bench.opened(supervised=False) as engine:
+        bench.signal_server(signal.SIGSTOP)
+        try:
+            error = failure(lambda: engine.generate(REQUESTS, SAMPLING), within=60)
+        finally:
+            bench.signal_server(signal.SIGCONT)
+        assert isinstance(error, ServerLost) and "health check" in str(error)
     proof(f"SIGSTOP to a server: {error}")
 
 
@@ -246,12 +250,10 @@ def test_a_transfer_file_cut_off(bench: Bench, engine: ServerEngine, undisturbed
 
 @pytest.mark.fault(61)
 def test_brought_back_often_enough(bench: Bench, undisturbed: list[Completion], proof: Proof) -> None:
-    engine = bench.engine(restarts=0)
-    engine.sync(checkpoint_tensors(bench.model), 1)
-    Server(bench.process.url, bench.token, TIMEOUT).set_label("other.7")
-    error = failure(lambda: engine.generate(REQUESTS, SAMPLING), within=5)
-    assert error.exit_code == 6 and "engine.restarts" in str(error) and "not those of this run" in str(error)
-    close(engine)
+    with bench.opened(restarts=0) as engine:
+        Server(bench.process.url, bench.token, TIMEOUT).set_label("other.7")
+        error = failure(lambda: engine.generate(REQUESTS, SAMPLING), within=5)
+        assert error.exit_code == 6 and "engine.restarts" in str(error) and "not those of this run" in str(error)
     proof(f"weights labelled by another run: {error}")
 
 
@@ -266,31 +268,79 @@ def test_taken_over_by_another_run(bench: Bench, engine: ServerEngine, undisturb
     proof(f"another run's sync to the same server: {bench.said[0]}")
 
 
+def test_a_cache_that_another_run_filled_is_not_kept(bench: Bench) -> None:
+    """The server gets the same version again, so repeated requests have the salt of those that the other weights computed."""
+    engine, other = (bench.engine(in_flight=True, keeps_cache=True) for _ in range(2))
+    prompt = ids_of([5 + place % 200 for place in range(130)])  # longer than a block of the prefix cache
+    engine.sync(checkpoint_tensors(bench.model), 1)
+    with bench.other_weights():
+        other.sync(checkpoint_tensors(bench.model), 1)
+    answers = engine.generate([Request(prompt_ids=prompt, seed=3000 + place) for place in range(8)], SAMPLING)
+    assert recoveries(engine) == 1 and {answer.spans[0].version for answer in answers} == {1}
+    assert_log_probs(bench, answers, version=1)
+    for one in (engine, other):
+        close(one)
+
+
 def test_weights_change_under_requests_that_are_being_answered(bench: Bench, undisturbed: list[Completion]) -> None:
     """Not a fault: `engine.in_flight`. Every token has the log-prob of the weights that its span names, whoever sampled what is
     before it: the server has computed that again."""
-    engine = bench.engine(in_flight=True)
+    with bench.opened(in_flight=True) as engine:
+        pending = engine.submit(REQUESTS, Sampling(max_tokens=200, temperature=1.0, stop_ids=(257,)))
+        time.sleep(0.4)
+        assert not pending.done()
+        with bench.other_weights():
+            engine.sync(checkpoint_tensors(bench.model), 2)
+            assert not pending.done()  # nobody waited for them
+            begun = pending.result()
+            assert [answer.prompt_ids.tolist() for answer in begun] == [request.prompt_ids.tolist() for request in REQUESTS]
+            assert min(answer.weight_version for answer in begun) == 1 and recoveries(engine) == 0
+            assert all(len(answer.logp) == len(answer.token_ids) for answer in begun)
+            assert_log_probs(bench, begun, version=2)
+            later = engine.generate(REQUESTS[:8], SAMPLING)
+            assert {answer.weight_version for answer in later} == {2}
+            assert_log_probs(bench, later, version=2)
+        assert_log_probs(bench, begun, version=1)
+        mixed = [answer.spans for answer in begun if len(answer.spans) > 1]
+        # More than the first token, which vLLM tells of at once, are of the weights that were there before.
+        assert mixed and all([span.version for span in spans] == [1, 2] and spans[0].stop == spans[1].start for spans in mixed)
+        assert max(spans[0].stop for spans in mixed) > 5
+        assert [answer.logp.tolist() for answer in later] != [answer.logp.tolist() for answer in undisturbed[:8]]
+
+
+def test_requests_keep_their_cache_when_weights_change(bench: Bench) -> None:
+    """Not a fault: `engine.in_flight: {recompute: false}`. Each token has the log-prob that transformers computes with a cache
+    whose first part is by the earlier weights. What waited for the sync says so by an empty span."""
+    engine = bench.engine(in_flight=True, keeps_cache=True)
+    prompt = ids_of([5 + place % 200 for place in range(130)])  # longer than a block of the prefix cache
+    requests = [Request(prompt_ids=prompt, seed=2000 + place) for place in range(64)]  # the server answers eight at a time
     engine.sync(checkpoint_tensors(bench.model), 1)
-    pending = engine.submit(REQUESTS, Sampling(max_tokens=200, temperature=1.0, stop_ids=(257,)))
-    time.sleep(0.4)
-    assert not pending.done()
+    pending = engine.submit(requests, Sampling(max_tokens=110, temperature=1.0, stop_ids=(257,)))
+    time.sleep(0.25)
     with bench.other_weights():
         engine.sync(checkpoint_tensors(bench.model), 2)
-        assert not pending.done()  # nobody waited for them
+        assert not pending.done()
         begun = pending.result()
-        assert [answer.prompt_ids.tolist() for answer in begun] == [request.prompt_ids.tolist() for request in REQUESTS]
-        assert min(answer.weight_version for answer in begun) == 1 and recoveries(engine) == 0
-        assert all(len(answer.logp) == len(answer.token_ids) for answer in begun)
-        assert_log_probs(bench, begun, version=2)
-        later = engine.generate(REQUESTS[:8], SAMPLING)
-        assert {answer.weight_version for answer in later} == {2}
+        later = engine.generate(requests[:8], SAMPLING)
+        assert {answer.spans[0].version for answer in later} == {2}
         assert_log_probs(bench, later, version=2)
-    assert_log_probs(bench, begun, version=1)
-    mixed = [answer.spans for answer in begun if len(answer.spans) > 1]
-    # More than the first token, which vLLM tells of at once, are of the weights that were there before.
-    assert mixed and all([span.version for span in spans] == [1, 2] and spans[0].stop == spans[1].start for spans in mixed)
-    assert max(spans[0].stop for spans in mixed) > 5
-    assert [answer.logp.tolist() for answer in later] != [answer.logp.tolist() for answer in undisturbed[:8]]
+    crossed = [answer for answer in begun if [span.version for span in answer.spans] == [1, 2]]
+    under_way, waited = ([one for one in crossed if bool(one.spans[0].stop) is begun] for begun in (True, False))
+    assert under_way and waited and any(answer.cached_tokens for answer in waited)
+    for answer in crossed:
+        first = answer.spans[0].stop
+        begins = len(prompt) + first - 1 if first else answer.cached_tokens  # of what the new weights computed
+        ids = torch.tensor([[*prompt.tolist(), *answer.token_ids.tolist()]])
+        with torch.no_grad():
+            cache = bench.model(ids[:, :begins], use_cache=True).past_key_values if begins else None
+            with bench.other_weights():
+                logits = bench.model(ids[:, begins:], past_key_values=cache).logits[0].float()
+        at = torch.arange(first, len(answer.token_ids))
+        own = logits.log_softmax(-1)[len(prompt) + at - 1 - begins, ids[0, len(prompt) + at]]
+        assert own.tolist() == pytest.approx(answer.logp[first:].tolist(), abs=1e-5)
+    samples = Samples.of([make_sample(completion_ids=one.token_ids, sampler_logp=one.logp, spans=one.spans) for one in begun], ())
+    compared = samples.covered(samples.spans_by(2, whole=True).values)
+    assert [compared[row].any() for row in range(len(begun))] == [[span.version for span in one.spans] == [2] for one in begun]
     close(engine)
 
 

@@ -3,38 +3,29 @@
 The main process brings back what any of them finds lost.
 """
 
-import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import read_jsonl
+from helpers.before import before
 from helpers.rollouts import rollout_rows
+from helpers.torchrun import ALONE, PRECISE, farthest, launch, torchrun, train_words, weights, well
+from helpers.train_state import equal
 from helpers.waiting import HANGS
-from safetensors.torch import load_file
 
 from rlgen.cli.train import train_command
 from rlgen.files import read_json
 from rlgen.rewards.score import EarlyScoring
 from rlgen.rollout.sampler import Sampler
-from rlgen.types import Completion, Group
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-HERE = Path(__file__).parent
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
 @pytest.mark.fault(51, 61)
 def test_a_server_that_is_killed_under_two_processes(tmp_path: Path, proof: Callable[[str], None]) -> None:
-    paths = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    command = [*TORCHRUN, str(HERE / "servers_worker.py"), str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=HANGS, env=environment)
-    assert ended.returncode == 0, ended.stderr[-5000:]
+    well(launch(Path(__file__).with_name("servers_worker.py"), tmp_path, timeout=HANGS))
     main, other = read_json(tmp_path / "0.json"), read_json(tmp_path / "1.json")
     assert main["receipt"] == other["receipt"] and main["receipt"][::2] == [1, 1] and main["receipt"][1] > 10
     for one in (main, other):
@@ -82,14 +73,9 @@ def test_two_processes_that_ask_a_server_a_step_ahead_learn_what_one_learns(tmp_
     recipe = written(tmp_path)
     less = ["run.steps=2", "checkpoint.every=2", "engine.max_num_seqs=256", "rollout.async_steps=1"]
     less += ["rollout.prompts_per_step=5", "rollout.max_completion_tokens=12"]
-    sets = [word for override in less for word in ("--set", override)]
-    for name, launcher in (("one", [sys.executable]), ("two", TORCHRUN)):
-        command = [*launcher, "-m", "rlgen", "train", str(recipe), "--run-dir", str(tmp_path / name), *sets]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=HANGS)
-        assert ended.returncode == 0, ended.stderr[-5000:]
-    one, two = (load_file(tmp_path / name / "checkpoints" / "step_000002" / "model.safetensors") for name in ("one", "two"))
-    assert one.keys() == two.keys()
-    assert max(((two[name] - one[name]).norm() / one[name].norm()).item() for name in one) <= 1e-5
+    for name, launcher in (("one", ALONE), ("two", torchrun())):
+        well(launch("-m", "rlgen", *train_words(recipe, tmp_path / name, *less), launcher=launcher, timeout=HANGS))
+    assert farthest(weights(tmp_path / "two"), weights(tmp_path / "one")) <= PRECISE
     ours, theirs = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("two", "one"))
     for name in ("reward/mean", "completions/mean_tokens", "tokens/generated", "weights/version"):
         assert [line[name] for line in ours] == pytest.approx([line[name] for line in theirs]), name
@@ -100,14 +86,8 @@ def trained(
 ) -> tuple[dict[int, list[float]], dict[int, float]]:
     """Trains in `folder`; by step, when rewards were computed and when the last answer was there."""
     answered: dict[int, float] = {}
-    real = Sampler.answered
-
-    def noting(self: Sampler, call: Any, answers: Sequence[Completion]) -> list[Group]:
-        answered[call.step] = time.monotonic()
-        return real(self, call, answers)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Sampler, "answered", noting)
+        before(Sampler, "answered", lambda _, call, *__: answered.update({call.step: time.monotonic()}), patch.setattr)
         if not early:
             patch.setattr(EarlyScoring, "add", lambda self, step, group: None)
         train_command(written(folder), [f"rollout.async_steps={ahead}"], False, False, None, folder / "run")
@@ -137,5 +117,4 @@ def test_rewards_are_computed_while_a_server_samples_and_nothing_else_changes(
     for mine, other in zip(ours, theirs, strict=True):
         differing = {name for name in mine.keys() | other.keys() if mine.get(name) != other.get(name)}
         assert differing <= {name for name in mine if name.startswith(TIMES)}, differing
-    weights, others = (load_file(folder / "run/checkpoints/step_000003/model.safetensors") for folder in (early, late))
-    assert all(weights[name].equal(others[name]) for name in weights)
+    assert equal(*(weights(folder / "run", 3) for folder in (early, late)))

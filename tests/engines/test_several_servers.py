@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import psutil
 import pytest
 import torch
 from conftest import open_vllm, tiny_model
+from helpers.before import before
 from helpers.engines import changed, kill
 from helpers.recipes import recipe_for
 from helpers.samples import request
@@ -55,27 +57,20 @@ def test_each_answers_its_share_and_comes_back_on_its_own(two: Any, proof: Calla
     engine, fleet, said, logs = two
     urls = [server.url for server in fleet.servers]
     assert len(set(urls)) == 2 and sorted(path.name for path in logs.iterdir()) == ["server0.log", "server1.log"]
-    before = processes_of(fleet)
-    assert not {one.pid for one in before[0]} & {one.pid for one in before[1]}
+    first = processes_of(fleet)
+    assert not {one.pid for one in first[0]} & {one.pid for one in first[1]}
     model = changed(tiny_model("qwen3"))
     engine.sync(checkpoint_tensors(model), 1)
     asked: Counter[str] = Counter()
     with pytest.MonkeyPatch.context() as patch:
-        real = ServerEngine._version_of
-
-        def counting(self: ServerEngine, label: str, url: str) -> int:
-            asked[url] += 1
-            return real(self, label, url)
-
-        patch.setattr(ServerEngine, "_version_of", counting)
+        before(ServerEngine, "_version_of", lambda engine, label, url: asked.update([url]), patch.setattr)
         answers = engine.generate(REQUESTS, SAMPLING)
     assert {url: count >= len(REQUESTS) // 4 for url, count in asked.items()} == dict.fromkeys(urls, True)
-    alone = open_vllm("qwen3", max_model_len=256, max_num_seqs=16)
-    alone.sync(checkpoint_tensors(model), 1)
-    assert answers == alone.generate(REQUESTS, SAMPLING)  # whoever answers, it is the same answer
-    alone.close()
+    with closing(open_vllm("qwen3", max_model_len=256, max_num_seqs=16)) as alone:
+        alone.sync(checkpoint_tensors(model), 1)
+        assert answers == alone.generate(REQUESTS, SAMPLING)  # whoever answers, it is the same answer
 
-    kill(before[1])
+    kill(first[1])
     assert engine.generate(REQUESTS, SAMPLING) == answers  # the other one alone
     assert fleet.brought_back == {urls[1]: 1} and urls[1] in said[0] and "it is started again" in said[0]
     assert [server.url for server in fleet.servers] == [urls[0]]
@@ -86,8 +81,8 @@ def test_each_answers_its_share_and_comes_back_on_its_own(two: Any, proof: Calla
     again = engine.generate(REQUESTS, SAMPLING)
     assert [one.token_ids.tolist() for one in again] == [one.token_ids.tolist() for one in answers]
     after = processes_of(fleet)
-    assert [one.pid for one in after[0]] == [one.pid for one in before[0]]  # nobody touched the other one
-    assert not {one.pid for one in after[1]} & {one.pid for one in before[1]}
+    assert [one.pid for one in after[0]] == [one.pid for one in first[0]]  # nobody touched the other one
+    assert not {one.pid for one in after[1]} & {one.pid for one in first[1]}
     proof(f"SIGKILL to all processes of one of two real servers, {urls[1]}; the answers are those of vLLM in this process")
 
 

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlgen.engines import transfer
-from rlgen.engines.base import SyncReport, cast_for, module_of
+from rlgen.engines.base import EngineCapabilities, EngineInfo, SyncReport, cast_for, module_of
+from rlgen.engines.fleet import ServerPool
 from rlgen.engines.http import Server
 from rlgen.engines.transfer import FileTransfer
 from rlgen.engines.transformers import TransformersEngine
@@ -28,11 +30,6 @@ from rlgen.types import Sampling
 
 NARROW = engine_info("bfloat16")
 FAMILIES = ["qwen3", "phi3-untied", "gpt2-tied", "mixtral-tied", "glm4_moe-untied"]
-
-
-def changed_model(name: str) -> Any:
-    """In float32, with weights that bfloat16 cannot hold."""
-    return changed(tiny_model(name))
 
 
 def on_disk(folder: Path) -> int:
@@ -81,7 +78,7 @@ def test_what_is_rounded() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_engine_gets_the_weights_that_it_would_have_rounded_to(name: str) -> None:
-    model = changed_model(name)
+    model = changed(tiny_model(name))
     engines = [TransformersEngine(model=tiny_model(name).bfloat16(), fp32_head=True, max_num_seqs=8) for _ in range(2)]
     engines[0].sync(checkpoint_tensors(model), 1)
     arrived: dict[str, Tensor] = {}
@@ -101,10 +98,9 @@ def test_the_engine_gets_the_weights_that_it_would_have_rounded_to(name: str) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_vllm_computes_what_it_computed_from_wider_weights(name: str) -> None:
-    model, sampling = changed_model(name), Sampling(max_tokens=16, temperature=1.0, stop_ids=(257, 259))
+    model, sampling = changed(tiny_model(name)), Sampling(max_tokens=16, temperature=1.0, stop_ids=(257, 259))
     requests = [request([10, 20, 30 + place], place) for place in range(8)]
-    engine = open_vllm(name, dtype="bfloat16", max_model_len=80, max_num_seqs=16)
-    try:
+    with closing(open_vllm(name, dtype="bfloat16", max_model_len=80, max_num_seqs=16)) as engine:
         engine.sync(checkpoint_tensors(model), 1)
         rounded = engine.generate(requests, sampling)
         send_weights(engine, tiny_model(name), 0, Processes.alone())
@@ -112,19 +108,15 @@ def test_vllm_computes_what_it_computed_from_wider_weights(name: str) -> None:
         send_weights(engine, model, 1, Processes.alone(), hashed=True)
         assert engine.generate(requests, sampling) == rounded
         assert [answer.logp.tolist() for answer in before] != [answer.logp.tolist() for answer in rounded]
-    finally:
-        engine.close()
 
 
 def test_a_sync_of_a_bfloat16_engine_writes_half_the_bytes(tmp_path: Path) -> None:
-    model, outbox = changed_model("qwen3"), FileTransfer(str(tmp_path))
-    try:
+    model = changed(tiny_model("qwen3"))
+    with closing(FileTransfer(str(tmp_path))) as outbox:
         wide = on_disk(outbox.write(checkpoint_tensors(model), 1))
         narrow = on_disk(outbox.write(cast_for(NARROW, checkpoint_tensors(model)), 2))
-        assert wide > 3_000_000
-        assert 0.5 < narrow / wide <= 0.52
-    finally:
-        outbox.close()
+    assert wide > 3_000_000
+    assert 0.5 < narrow / wide <= 0.52
 
 
 def test_one_copy_of_the_weights_lies_in_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,16 +128,14 @@ def test_one_copy_of_the_weights_lies_in_shared_memory(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(transfer, "save_file", counted)
     monkeypatch.setattr(transfer, "FILE_BYTES", 1 << 18)
-    model, outbox = changed_model("qwen3"), FileTransfer(str(tmp_path))
-    try:
+    model = changed(tiny_model("qwen3"))
+    with closing(FileTransfer(str(tmp_path))) as outbox:
         first = outbox.current = outbox.write(checkpoint_tensors(model), 1)
         whole, files = on_disk(tmp_path), len(held)
         assert files > 5 and outbox.current == first
         second = outbox.current = outbox.write(checkpoint_tensors(model), 2)
         assert len(held) == 2 * files and max(held) == whole == on_disk(tmp_path)
         assert not first.exists() and outbox.current == second
-    finally:
-        outbox.close()
 
 
 class Loading(FakeServer):
@@ -165,14 +155,43 @@ class Loading(FakeServer):
 def test_all_servers_load_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     meeting = threading.Barrier(3)
     servers = [Loading(f"http://{number}", meeting) for number in range(3)]
-    pool = pool_of(monkeypatch, servers, FileTransfer(None))
-    try:
+    with closing(pool_of(monkeypatch, servers, FileTransfer(None))) as pool:
         receipt = pool.sync([("w", torch.ones(2))], 1)
         assert receipt.received == {"w": "float32[2]"} and pool.held.version == 1
         # What was computed with the old weights is forgotten after the load.
         assert [server.log for server in servers] == [[("set_label", ""), "load", "reset_cache", ("set_label", "1")]] * 3
-    finally:
-        pool.close()
+
+
+@pytest.mark.parametrize("keeps_cache", [False, True])
+def test_running_requests_stop_for_a_load_and_go_on(monkeypatch: pytest.MonkeyPatch, keeps_cache: bool) -> None:
+    server = Loading("http://0", threading.Barrier(1))
+    with closing(pool_of(monkeypatch, [server], FileTransfer(None), in_flight=True, keeps_cache=keeps_cache)) as pool:
+        for version in (1, 2, 3):
+            pool.sync([("w", torch.ones(2))], version)
+            # Nothing is kept that the weights of nobody or of another run have computed.
+            keeps = keeps_cache and version == 2
+            loads = [("set_label", ""), "load", *["reset_cache"] * (not keeps), ("set_label", str(version))]
+            assert server.log == [("pause", "keeps_cache") if keeps else "pause", *loads, "resume"]
+            server.log.clear()
+            if version == 2:
+                server.labels.append("other.7")
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_servers_return_experts_where_the_run_wants_them(monkeypatch: pytest.MonkeyPatch, experts: bool) -> None:
+    servers: list[Any] = [FakeServer(url) for url in ("http://0", "http://1")]
+
+    def examined(server: FakeServer, shape: object) -> EngineInfo:
+        return engine_info(experts=server.url == "http://0")
+
+    monkeypatch.setattr(ServerPool, "_examined", staticmethod(examined))
+    given: dict[str, Any] = {"servers": servers, "processes": {}, "shape": {}, "restarts": 2, "carrier": None, "say": print}
+    with (
+        pytest.raises(EngineError, match=r"http://1 does not return the experts .* model\.route_replay: true")
+        if experts
+        else nullcontext()
+    ):
+        ServerPool(**given, abilities=EngineCapabilities(experts=experts))
 
 
 class Refusing(FakeServer):
@@ -201,30 +220,23 @@ def test_weights_that_are_refused_leave_the_label_of_those_that_are_kept(
     monkeypatch: pytest.MonkeyPatch, answers: list[dict[str, Any]], kept: bool
 ) -> None:
     server = Refusing(*answers)
-    pool = pool_of(monkeypatch, [server], FileTransfer(None))
-    try:
+    with closing(pool_of(monkeypatch, [server], FileTransfer(None))) as pool:
         pool.sync([("w", torch.ones(2))], 1)
         before = server.label()
         with pytest.raises(EngineError, match=answers[0]["error"]):
             pool.sync([("w", torch.ones(2))], 2)
         assert before.endswith(".1") and server.label() == (before if kept else "loading") and pool.held.version == 1
-    finally:
-        pool.close()
 
 
 def test_what_cannot_be_written_leaves_nothing_to_bring_a_server_back_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outbox = FileTransfer(str(tmp_path))
-
     def full(part: dict[str, Tensor], file: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    try:
+    with closing(FileTransfer(str(tmp_path))) as outbox:
         outbox.current = outbox.write([("w", torch.ones(2))], 1)
         monkeypatch.setattr(transfer, "save_file", full)
         with pytest.raises(EngineError, match=r"No space left on device; set engine\.transfer_dir to a folder with more space"):
             outbox.write([("w", torch.ones(2))], 2)
         assert outbox.current is None and on_disk(tmp_path) == 0
-    finally:
-        outbox.close()

@@ -7,17 +7,10 @@ A test says which it shows with `@pytest.mark.fault(62)`, and by the fixture `pr
 # memory of a real GPU they were not run.
 GPU: frozenset[int] = frozenset()
 # There is nothing yet that it could happen to.
-ABSENT = {
-    90: "no built-in runs model code",
-}
+ABSENT = {90: "no built-in reward does"}
 
 # What of a fault is not shown here, though the rest of it is.
-PARTLY = {
-    51: "an engine on a GPU",
-    57: "an engine on a GPU",
-    58: "an engine on a GPU",
-    63: "vLLM on a GPU",
-}
+PARTLY = {51: "an engine on a GPU", 57: "an engine on a GPU", 58: "an engine on a GPU", 63: "vLLM on a GPU"}
 
 CASES = {
     # recipe and command line
@@ -47,7 +40,7 @@ CASES = {
     23: "tokenizer without template or pad, pad = EOS",
     24: "duplicate prompts",
     25: "hub unreachable or refusing",
-    26: "answers of an unexpected type",
+    26: "values of an unexpected type in the column `answer`",
     # rewards
     27: "reward cannot be imported",
     28: "reward raises on one sample",
@@ -93,12 +86,12 @@ CASES = {
     64: "resume with another number of processes",
     65: "checkpoint file damaged, missing, added",
     66: "checkpoint of another rlgen, model, trainer",
-    67: "killed while rotating",
+    67: "killed while old checkpoints are deleted",
     68: "resume with a changed recipe or reward",
     69: "resume of a finished run",
     70: "storage shared by machines",
     71: "rollouts and metrics beyond the resumed step",
-    72: "export that is interrupted or does not fit",
+    72: "export that is interrupted, or whose base model has changed",
     # processes and signals
     73: "SIGTERM in each phase",
     74: "SIGINT twice",
@@ -119,7 +112,7 @@ CASES = {
     87: "secret in an error's text",
     88: "malicious pickle in a checkpoint",
     89: "reward from outside the recipe's folder",
-    90: "reward that runs model code",
+    90: "reward that executes code from a completion",
     91: "loose permissions",
     92: "connections that the recipe does not name",
 }

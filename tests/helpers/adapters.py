@@ -6,7 +6,7 @@ import torch
 from conftest import CPU, tiny_model
 from parity import prompts
 
-from rlgen.models.lora import add_adapter, without_adapter
+from rlgen.models.lora import adapted_layers, add_adapter, factors, without_adapter
 from rlgen.models.policy import Policy
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.processes import Processes
@@ -18,6 +18,7 @@ from rlgen.rollout.score import score
 from rlgen.sentinel.bounds import engine_gap
 from rlgen.types import WHOLE, Distribution, Sample, Sampling
 
+SMALL = LoraRecipe(rank=4, alpha=8.0)
 SAMPLING = Sampling(max_tokens=16, temperature=1.0, stop_ids=(257, 259))
 # Projections that the engine packs, that are packed already, that are transposed; tied heads; experts that are not adapted.
 CHOSEN = ["qwen3-untied", "phi3-untied", "gpt2-tied", "mixtral-tied", "qwen2_moe-untied", "glm4_moe-untied"]
@@ -25,8 +26,19 @@ CHOSEN = ["qwen3-untied", "phi3-untied", "gpt2-tied", "mixtral-tied", "qwen2_moe
 
 def adapted(name: str) -> Policy:
     model = tiny_model(name)
-    add_adapter(model, LoraRecipe(rank=4, alpha=8.0), seed=0)
+    add_adapter(model, SMALL, seed=0)
     return Policy(model, torch.float32, True)
+
+
+def moved(name: str, recipe: LoraRecipe = SMALL) -> Any:
+    """A model with an adapter that has an effect."""
+    model, generator = tiny_model(name), torch.Generator().manual_seed(1)
+    add_adapter(model, recipe, seed=0)
+    with torch.no_grad():
+        for layer in adapted_layers(model).values():
+            second = factors(layer)[1]
+            second.copy_(0.1 * torch.randn(second.shape, generator=generator))
+    return model
 
 
 def sample(engine: Any) -> list[Sample]:

@@ -1,6 +1,7 @@
 """Batches of random ids, and what a policy computes from a batch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -10,6 +11,17 @@ from rlgen.models.policy import Policy
 from rlgen.rollout.batch import collate
 from rlgen.rollout.samples import Samples
 from rlgen.types import Distribution, MicroBatch
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Inside the block, tensors are made of lists, in the default dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def random_batch(prompt: int, completions: Sequence[int]) -> MicroBatch:

@@ -10,7 +10,7 @@ import torch
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from rlgen.engines.base import EngineInfo, Settings
+from rlgen.engines.base import EngineCapabilities, EngineInfo, Settings
 from rlgen.engines.fleet import ServerPool
 from rlgen.engines.launch import ServerPlan
 from rlgen.engines.plan import EnginePlan
@@ -47,8 +47,8 @@ class FakeServer:
     def note(self, what: str, *more: Any) -> None:
         self.log.append((what, *more) if more else what)
 
-    def pause(self) -> None:
-        self.note("pause")
+    def pause(self, keeps_cache: bool) -> None:
+        self.note("pause", *["keeps_cache"] * keeps_cache)
 
     def resume(self) -> None:
         self.note("resume")
@@ -67,10 +67,11 @@ class FakeServer:
         self.note("set_label", label.partition(".")[2])
 
 
-def pool_of(monkeypatch: pytest.MonkeyPatch, servers: Sequence[Any], carrier: Any, in_flight: bool = False) -> ServerPool:
+def pool_of(monkeypatch: pytest.MonkeyPatch, servers: Sequence[Any], carrier: Any, **abilities: bool) -> ServerPool:
     """The pool of servers that are made up, which rlgen has not started."""
     monkeypatch.setattr(ServerPool, "_examined", staticmethod(lambda server, shape: engine_info(stop_ids=(1,))))
-    return ServerPool(servers=servers, processes={}, shape={}, in_flight=in_flight, restarts=2, carrier=carrier, say=print)
+    can = EngineCapabilities(**abilities)
+    return ServerPool(servers=servers, processes={}, shape={}, abilities=can, restarts=2, carrier=carrier, say=print)
 
 
 @asynccontextmanager

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from helpers import samples
-from rlgen.engines.base import EngineInfo, Settings
+from helpers.engines import engine_info
 from rlgen.processes import Processes
 from rlgen.rollout.journal import Journal
 from rlgen.rollout.sample import sample_of
@@ -16,10 +16,7 @@ from rlgen.types import Completion, Group, Prompt, Request, Sampling, Span, ids_
 
 SAMPLING = Sampling(max_tokens=64, temperature=0.7, stop_ids=(257,))
 REQUEST = Request(prompt_ids=ids_of((1, 2)), seed=5)
-SETTINGS = Settings(dtype="float32", head_dtype="float32", logprobs_mode="processed_logprobs", vocab_size=260)
-FACTS = EngineInfo(
-    engine="e 1", plan="p", model="m", revision=None, settings=SETTINGS, stop_ids=(), max_model_len=None, cache_block=None
-)
+FACTS = engine_info()
 
 
 def attempt(folder: Path, done: int = 0, say: Callable[[str], None] = print, judge: str = "judge", facts: Any = FACTS) -> Journal:

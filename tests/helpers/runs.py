@@ -127,12 +127,6 @@ def write_rows(run: Path, step: int, rows: Sequence[Row], group: int, words: Wor
     write_part(run / "rollouts" / f"step_{step:06d}.parquet", rollout, texts, {})
 
 
-def question(rng: np.random.Generator) -> tuple[int, int]:
-    """Two numbers to be added."""
-    first, second = rng.integers(11, 99, 2).tolist()
-    return first, second
-
-
 def reasoning(rng: np.random.Generator, a: int, b: int, right: bool, tokens: int) -> str:
     """Reasoning of about that many tokens, and an answer."""
     values = {"a": a, "b": b, "ones": a % 10 + b % 10, "carry": (a % 10 + b % 10) // 10, "tens": a // 10 * 10, "rest": a % 10}
@@ -239,7 +233,7 @@ def make_run(
         chance = 0.2 + (reach - 0.2) * (1 - np.exp(-3 * progress)) / (1 - np.exp(-3))
         rows: list[Row] = []
         for _ in range(prompts):
-            first, second = question(rng)
+            first, second = rng.integers(11, 99, 2).tolist()
             made = [bool(rng.random() < chance) for _ in range(group)]
             for right in made:
                 text = reasoning(rng, first, second, right, int(tokens * (0.6 + 0.8 * rng.random())))

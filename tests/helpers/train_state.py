@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LinearLR
 from rlgen.models.lora import add_adapter
 from rlgen.models.parts import part, part_of_stored
 from rlgen.models.policy import Policy
-from rlgen.models.sharding import mesh_of, shard
+from rlgen.models.sharding import Meshes, shard
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.processes import Processes
 from rlgen.recipe.models import LoraRecipe
@@ -28,7 +28,7 @@ def parts(name: str = "qwen3", lora: LoraRecipe | None = None, sharded_by: Proce
     if lora is not None:
         add_adapter(model, lora, 0)
     if sharded_by is not None:
-        shard(Policy(model, torch.float32, True), mesh_of(sharded_by, None))
+        shard(Policy(model, torch.float32, True), Meshes.of(sharded_by))
     optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     return model, optimizer, LinearLR(optimizer, total_iters=10)
 

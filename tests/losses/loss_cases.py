@@ -74,11 +74,7 @@ def case(policy_logp: Tensor, **given: Any) -> LossInputs:
         "group_tokens": mask.sum(dim=1),
         "pair_id": pair_id,
         "totals": Totals(
-            sequences=rows,
-            tokens=int(mask.sum()),
-            kept=int(kept.sum()),
-            prompts=rows,
-            pairs=len(pair_id[pair_id >= 0].unique()),
+            sequences=rows, tokens=int(mask.sum()), kept=int(kept.sum()), prompts=rows, pairs=len(pair_id[pair_id >= 0].unique())
         ),
         "max_tokens": width,
         "epoch": 0.0,

@@ -6,14 +6,14 @@ With whole weights and with sharded ones; of all rows, and of so few that some p
 
 import copy
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import TypeAlias
 
 import loss_cases
 import torch
+from helpers.batches import default_dtype
 from helpers.samples import make_sample
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config
@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from rlgen.algorithms.base import Algorithm
 from rlgen.models.parts import part, whole
 from rlgen.models.policy import Policy
-from rlgen.models.sharding import mesh_of, shard
+from rlgen.models.sharding import Meshes, shard
 from rlgen.processes import Processes
 from rlgen.rollout.samples import Samples
 from rlgen.rollout.score import score
@@ -65,17 +65,6 @@ class UnitStep:
 
     def zero_grad(self) -> None:
         self.policy.zero_grad()
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Batches and builder are made of lists, in the default dtype."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @cache
@@ -167,7 +156,7 @@ def gradients(
     """[UPDATES, parameters] of each update that the updater makes on the train batch; `count` processes share the weights."""
     policy = copy.deepcopy(policy_of(dtype, seed=0))
     if sharded:
-        shard(policy, mesh_of(processes, count))
+        shard(policy, Meshes.of(processes, count))
     optimizer = UnitStep(policy)
     updater = Updater(
         processes=processes,

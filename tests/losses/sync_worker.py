@@ -3,11 +3,14 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from split_worker import ALGORITHMS, ALL, default_dtype, gradients, train_batch_of
+from helpers.batches import default_dtype
+from split_worker import ALGORITHMS, ALL, gradients, train_batch_of
 
 from rlgen.processes import Processes
 
@@ -20,22 +23,14 @@ NAME, DTYPE = "dapo", torch.float64
 def counted(processes: Processes) -> Iterator[dict[str, int]]:
     """Counts the reduce-scatters and all-reduces of tensors inside the block, without those of rlgen's own group."""
     found = {"reduce_scatter_single": 0, "all_reduce": 0}
-    originals = {name: getattr(dist, name) for name in found}
 
-    def counting(name: str) -> Any:
-        def call(*arguments: Any, **options: Any) -> Any:
-            found[name] += options.get("group") is not processes.group
-            return originals[name](*arguments, **options)
+    def counted_call(name: str, original: Any, *arguments: Any, **options: Any) -> Any:
+        found[name] += options.get("group") is not processes.group
+        return original(*arguments, **options)
 
-        return call
-
-    for name in found:
-        setattr(dist, name, counting(name))
-    try:
+    calls = {name: partial(counted_call, name, getattr(dist, name)) for name in found}
+    with patch.multiple(dist, **calls):
         yield found
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
 
 
 def main(output: str) -> None:

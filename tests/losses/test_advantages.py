@@ -5,14 +5,7 @@ import math
 import pytest
 import torch
 
-from rlgen.losses.advantages import (
-    gdpo_advantages,
-    group_advantages,
-    normalized,
-    rloo_advantages,
-    without_signal,
-    zero_variance,
-)
+from rlgen.losses.advantages import gdpo_advantages, group_advantages, normalized, rloo_advantages, without_signal, zero_variance
 
 IDS = torch.tensor([7, 3, 7, 3])
 REWARDS = torch.tensor([1.0, 2.0, 0.0, 4.0], dtype=torch.float64)
@@ -39,18 +32,10 @@ def test_unscorable_rows_leave_the_statistics() -> None:
     assert rloo_advantages(rewards, ids).tolist() == [1.0, 0.0, -1.0]
 
 
-def test_rloo() -> None:
-    # the mean of the others: [.25, .75, .5]
-    assert rloo_advantages(torch.tensor([1.0, 0.0, 0.5]), torch.zeros(3, dtype=torch.long)).tolist() == [
-        0.75,
-        -0.75,
-        0.0,
-    ]
-
-
-def test_rloo_normalized_over_the_rollout() -> None:
-    # [.75, -.75, 0]: mean 0, std .75
+def test_rloo_and_normalized_over_the_rollout() -> None:
+    # the mean of the others is [.25, .75, .5]; the advantages have a mean of 0 and a std of .75
     advantages = rloo_advantages(torch.tensor([1.0, 0.0, 0.5]), torch.zeros(3, dtype=torch.long))
+    assert advantages.tolist() == [0.75, -0.75, 0.0]
     counted = torch.ones(3, dtype=torch.bool)
     assert normalized(advantages, counted).tolist() == pytest.approx([0.99987, -0.99987, 0.0], abs=5e-6)
     # an unscorable row neither counts nor moves; two equal values are constant
@@ -86,15 +71,10 @@ def test_no_signal_is_exactly_zero(scale: str, rewards: list[float]) -> None:
     assert rloo_advantages(r, ids).tolist() == [0.0] * 6
 
 
-def test_zero_variance_counts_groups_of_two_or_more() -> None:
-    rewards = torch.tensor([1.0, 1.0, 1.0, 0.0, 9.0, math.nan, 2.0])
-    assert zero_variance(rewards, torch.tensor([4, 4, 2, 2, 8, 8, 9])).tolist() == [False, True]
-
-
-def test_rows_without_signal() -> None:
-    rewards = torch.tensor([1.0, 1.0, 1.0, 0.0, 9.0, math.nan, 2.0])
-    silent = without_signal(rewards, torch.tensor([4, 4, 2, 2, 8, 8, 9]))
-    assert silent.tolist() == [True, True, False, False, True, True, True]
+def test_zero_variance_counts_groups_of_two_or_more_and_rows_alone_have_no_signal() -> None:
+    rewards, ids = torch.tensor([1.0, 1.0, 1.0, 0.0, 9.0, math.nan, 2.0]), torch.tensor([4, 4, 2, 2, 8, 8, 9])
+    assert zero_variance(rewards, ids).tolist() == [False, True]
+    assert without_signal(rewards, ids).tolist() == [True, True, False, False, True, True, True]
 
 
 def test_rows_may_stand_in_any_order() -> None:

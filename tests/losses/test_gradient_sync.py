@@ -1,15 +1,13 @@
 """What sharded training sends to add up gradients, and when; the sums are those of one process."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import sync_worker
 import torch
-from split_worker import ALGORITHMS, ALL, UPDATES, default_dtype, gradients, relative_error, train_batch_of
+from helpers.batches import default_dtype
+from helpers.torchrun import launch, torchrun, well
+from split_worker import ALGORITHMS, ALL, UPDATES, gradients, relative_error, train_batch_of
 from sync_worker import DTYPE, NAME, WAYS
 
 GROUPS = 2  # that FSDP2 makes of this model: its layer, and the rest
@@ -18,12 +16,7 @@ GROUPS = 2  # that FSDP2 makes of this model: its layer, and the rest
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Any:
     output = tmp_path_factory.mktemp("sync") / "found.pt"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
-    words = [*launcher, sync_worker.__file__, str(output)]
-    ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=250)
-    assert ended.returncode == 0, ended.stderr
+    well(launch(sync_worker.__file__, output, launcher=torchrun(4), timeout=250, GLOO_SOCKET_IFNAME="lo"))
     return torch.load(output, weights_only=False)
 
 

@@ -17,7 +17,10 @@ N, H, V = 13, 8, 50
 
 
 def kept(logits: torch.Tensor, ids: torch.Tensor, at: Distribution) -> torch.Tensor:
-    """Which ids of each row a distribution keeps, found by sorting the whole row: the definition, and the sampled id."""
+    """Which ids of each row a distribution keeps, found by sorting the whole row: the definition, and the sampled id.
+
+    If `top_k` alone drops the sampled id, it takes the place of the last one.
+    """
     found = torch.zeros_like(logits, dtype=torch.bool)
     for row, values in enumerate(logits.detach() / at.temperature):
         least = values.max() + math.log(at.min_p) if at.min_p else -math.inf
@@ -25,7 +28,8 @@ def kept(logits: torch.Tensor, ids: torch.Tensor, at: Distribution) -> torch.Ten
         left = left[: at.top_k or None]
         shares = values[left].softmax(0).cumsum(0).tolist()
         count = sum(before < at.top_p or at.top_p == 1 for before in [0.0, *shares[:-1]])
-        found[row, left[:count]] = True
+        last_leaves = count == at.top_k and ids[row] not in left[:count]
+        found[row, left[: count - last_leaves]] = True
     return found.scatter(1, ids[:, None], True)
 
 
@@ -80,6 +84,21 @@ def test_tokens_at_the_edge_of_what_is_kept_are_unsure() -> None:
     assert at == {0.5: False, 0.5005: False, 0.51: True, 0.79: True, 0.8: False}
     at = {min_p: truncation(logits, Distribution(min_p=min_p), near=1e-3).sure.item() for min_p in (0.4, 0.4003, 0.41, 0.6)}
     assert at == {0.4: False, 0.4003: False, 0.41: True, 0.6: False}
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+@pytest.mark.parametrize("others", [{}, {"top_p": 0.999, "min_p": 0.01}], ids=str)
+def test_a_sampled_id_that_rounding_puts_behind_the_k_th_takes_its_place(top_k: int, others: dict[str, float]) -> None:
+    """The engine kept the k-th id and sampled it. In the trainer the next one is as probable, or more by rounding."""
+    engine = torch.full((1, 8), -5.0)
+    engine[0, :4] = torch.tensor([1.0, 0.9, 0.8, 0.7])
+    engine[0, top_k] = engine[0, top_k - 1] - 1e-5
+    trainer = engine.clone()
+    trainer[0, [top_k - 1, top_k]] = engine[0, [top_k, top_k - 1]]
+    at, sampled = (Distribution(top_k=top_k, **others),), torch.tensor([top_k - 1])
+    of_engine, of_trainer = (head_scores(logits, torch.eye(8), sampled, at) for logits in (engine, trainer))
+    torch.testing.assert_close(of_trainer.logp, of_engine.logp, rtol=0, atol=2e-5)
+    assert of_engine.sure.item() and of_trainer.sure.item()
 
 
 def test_no_entropy_unless_asked_for() -> None:

@@ -1,47 +1,26 @@
 """The real updater's gradient of every loss does not depend on how the rows of a step are split, nor over how many processes."""
 
-import os
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 import split_worker
 import torch
+from helpers.batches import default_dtype
 from helpers.slow import slow_but
-from split_worker import (
-    ALGORITHMS,
-    ALL,
-    DTYPES,
-    FEW,
-    GROUPS,
-    Dealt,
-    Found,
-    default_dtype,
-    gradients,
-    relative_error,
-    train_batch_of,
-)
+from helpers.torchrun import launch, torchrun, well
+from split_worker import ALGORITHMS, ALL, DTYPES, FEW, GROUPS, Dealt, Found, gradients, relative_error, train_batch_of
 from torch import Tensor
 
 from rlgen.trainers.train_batch import TrainBatch
 
+# Threads that wait for each other make so small a model forty times slower.
+pytestmark = pytest.mark.usefixtures("one_thread")
 every_loss = pytest.mark.parametrize("name", ALGORITHMS)
 in_both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 PROCESSES = (2, 3)
 BOUND = {torch.float64: 1e-9, torch.float32: 1e-5}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other make so small a model forty times slower."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @cache
@@ -56,12 +35,8 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, Found]
     found, dealt = {}, {}
     for processes in PROCESSES:
         output = tmp_path_factory.mktemp("gradients") / "gradients.pt"
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        command = [*launcher, str(Path(split_worker.__file__)), str(output)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
-        assert ended.returncode == 0, ended.stderr
+        launcher = torchrun(processes)
+        well(launch(split_worker.__file__, output, launcher=launcher, timeout=250, GLOO_SOCKET_IFNAME="lo"))
         found[processes], dealt[processes] = torch.load(output, weights_only=False)
     return found, dealt
 

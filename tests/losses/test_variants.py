@@ -113,12 +113,6 @@ def test_sapo(advantage, loss, gradient):
     assert slope[0].tolist() == pytest.approx(gradient, abs=5e-6)
 
 
-def test_luspo_is_gspo_times_the_length():
-    x = moved([math.exp(0.3), math.exp(-0.1), math.exp(0.1)], 1.0)
-    loss, _, _ = value_and_gradient(loss_with(Clip(0.2, 0.2, None, "sequence"), "seq_sum"), x)
-    close(loss, tensor(-3 * math.exp(0.1)))
-
-
 @pytest.mark.parametrize("advantage, phi", [(1.0, [1.12042, 1.0, 0.19915]), (-1.0, [0.33979, 1.0, 1.08268])])
 def test_vespo_phi(advantage, phi):
     # W^k exp(lambda (1 - W)) at W = [.5, 1, 2], with (k, lambda) = (2, 3) or (3, 2)
@@ -270,6 +264,16 @@ def test_rloo_of_tokens_and_of_sequences_agree_on_policy():
     for ratio in ("token", "sequence"):
         _, gradient, _ = value_and_gradient(build_algorithm(RLOORecipe(kind="rloo", ratio=ratio)).loss, x)
         close(gradient, tensor([[-0.5, 0.0], [0.5, 0.5]]))
+
+
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+def test_rloo_adds_up_the_kl_over_tokens_with_either_ratio(ratio):
+    # k2 = (policy - ref)^2 / 2: .005 for each of three tokens of two rows; .1 * .015 / 2
+    mask = torch.tensor([[True, False], [True, True]])
+    x = case(tensor([[-1.0, NAN], [-0.5, -2.0]]).requires_grad_(), mask=mask, advantages=tensor([0.0, 0.0]))
+    x = replace(x, ref_logp=x.policy_logp.detach() - 0.1)
+    settings = RLOORecipe(kind="rloo", ratio=ratio, beta=0.1, kl="k2", updates_per_rollout=2)
+    close(build_algorithm(settings).loss(x)[0].detach(), tensor(0.1 * 3 * 0.005 / 2))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ sharded_opening_worker.py sync OUTPUT SMALL FOLDER           the same, while it 
 import sys
 import tempfile
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,6 @@ from helpers.anonymous import watched
 from helpers.engines import engine_info
 from helpers.recipes import recipe_for
 from helpers.samples import TEXTS
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlgen.algorithms.registry import build_algorithm
@@ -29,21 +29,25 @@ from rlgen.models.weights import checkpoint_tensors, own_tensors
 from rlgen.processes import Processes
 from rlgen.recipe import Recipe
 from rlgen.sentinel.sync import send_weights
-from rlgen.setup.policy import open_policies
+from rlgen.setup.policy import Policies, open_policies
 from rlgen.setup.settings import TrainSettings
 
 
-def sharded(folder: str, beta: float = 0.0) -> Recipe:
+def sharded(folder: str, beta: float = 0.0, **sections: Any) -> Recipe:
     trainer = {"kind": "grpo", "beta": beta}
-    return recipe_for(folder, engine={"kind": "transformers"}, trainer=trainer, processes={"strategy": "fsdp"})
+    return recipe_for(folder, engine={"kind": "transformers"}, trainer=trainer, processes={"strategy": "fsdp"}, **sections)
+
+
+def opened(folder: str, beta: float, processes: Processes, say: Callable[[str], object] = print) -> Policies:
+    recipe = sharded(folder, beta)
+    return open_policies(TrainSettings.of(recipe, folder, TEXTS), build_algorithm(recipe.trainer), None, processes, None, say)
 
 
 def measured(folder: str, beta: float, processes: Processes) -> dict[str, int]:
     """Memory of opening."""
-    recipe, found = sharded(folder, beta), dict[str, int]()
-    algorithm = build_algorithm(recipe.trainer)
+    found = dict[str, int]()
     with watched(found):
-        policies = open_policies(TrainSettings.of(recipe, folder, TEXTS), algorithm, None, processes, None, print)
+        policies = opened(folder, beta, processes)
     assert (policies.reference is not None) == (beta > 0)
     return found
 
@@ -69,9 +73,7 @@ class Outbox:
 
 def sent(folder: str, processes: Processes) -> dict[str, int]:
     """Memory of a sync."""
-    recipe, found = sharded(folder), dict[str, int]()
-    algorithm = build_algorithm(recipe.trainer)
-    policies = open_policies(TrainSettings.of(recipe, folder, TEXTS), algorithm, None, processes, None, print)
+    policies, found = opened(folder, 0.0, processes), dict[str, int]()
     outbox: Any = Outbox(processes)
     with watched(found):
         send_weights(outbox, policies.policy.model, 1, processes)
@@ -83,12 +85,8 @@ def sent(folder: str, processes: Processes) -> dict[str, int]:
 def compared(folder: str, processes: Processes) -> dict[str, Any]:
     """What differs between a model opened by shards and one that `from_pretrained` has loaded; and what was said."""
     said: list[str] = []
-    recipe = sharded(folder, 0.1)
-    policies = open_policies(
-        TrainSettings.of(recipe, folder, TEXTS), build_algorithm(recipe.trainer), None, processes, None, said.append
-    )
+    policies = opened(folder, 0.1, processes, said.append)
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert policies.reference is not None
     return {
         "policy": differences(policies.policy.model, expected),
         "reference": differences(policies.reference.model, expected),
@@ -106,7 +104,8 @@ def differences(model: PreTrainedModel, expected: PreTrainedModel) -> list[str]:
         sides.append({name: whole(tensor.detach()) for name, tensor in named.items()})
     ours, theirs = sides
     found = sorted(ours.keys() ^ theirs.keys())
-    found += [name for name in ours.keys() & theirs.keys() if not same(ours[name], theirs[name])]
+    pairs = {name: (ours[name], theirs[name]) for name in ours.keys() & theirs.keys()}
+    found += [name for name, (one, other) in pairs.items() if one.dtype != other.dtype or not torch.equal(one, other)]
     for what, fact in {
         "config": lambda one: one.config.to_dict(),
         "generation_config": lambda one: one.generation_config.to_dict(),
@@ -117,10 +116,6 @@ def differences(model: PreTrainedModel, expected: PreTrainedModel) -> list[str]:
         if (own := fact(model)) != (wanted := fact(expected)):
             found.append(f"{what}: {own} and not {wanted}")
     return found
-
-
-def same(ours: Tensor, theirs: Tensor) -> bool:
-    return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
 
 
 def main(what: str, output: Path, folders: list[str]) -> None:

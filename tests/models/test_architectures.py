@@ -39,16 +39,6 @@ ONCE_BUGS += ["llama4_text", "opt", "opt:projected", "persimmon"]
 # People train these, and vLLM's CPU build does not serve them all.
 FAMILIES = ["deepseek_v3", "gpt_oss", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"]
 
-RECIPE = """\
-run: {{name: family, steps: 2}}
-model: {{path: "{folder}", dtype: float32}}
-data: {{source: "task:sort", chat: true, max_prompt_tokens: 64}}
-rewards: [{{use: length, args: {{target: 6}}}}]
-rollout: {{prompts_per_step: 2, group_size: 4, max_completion_tokens: 12}}
-engine: {{kind: transformers}}
-optim: {{learning_rate: 1.0e-3}}
-"""
-
 
 @pytest.fixture
 def results() -> dict[str, dict[str, Any]]:
@@ -140,13 +130,12 @@ def test_what_vllm_does_not_serve_on_the_cpu_says_what_does(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("name", slow_but(FAMILIES, "qwen3_next"))
-def test_families_of_today_train_with_the_transformers_engine(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_families_of_today_train_with_the_transformers_engine(name: str, recipe_file: Path, tmp_path: Path) -> None:
     """The sentinel climbs before step 1 and looks at every batch. A row that ends early leaves the batch, with its cache."""
     sweep.build(name, tmp_path / "model")
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(RECIPE.format(folder=tmp_path / "model"))
-    monkeypatch.chdir(tmp_path)
-    steps = read_jsonl(train(recipe, TrainOptions()) / "metrics.jsonl")
+    settings = [f"model.path={tmp_path / 'model'}", "engine={kind: transformers}", "rollout.prompts_per_step=2"]
+    settings += ["data.options={}", "rewards=[{use: length, args: {target: 6}}]"]
+    steps = read_jsonl(train(recipe_file, TrainOptions(overrides=settings, run_dir=tmp_path / "run")) / "metrics.jsonl")
     assert [step["step"] for step in steps] == [1, 2]
     for step in steps:
         assert step[Metric.SAMPLER_DELTA_MAX] <= sweep.BOUND

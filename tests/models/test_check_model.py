@@ -1,20 +1,20 @@
 """Models and tokenizers that cannot be used are refused before a weight is read, with what to do."""
 
-import http.server
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from aiohttp import web
 from conftest import CPU
 from helpers.samples import make_sample
+from helpers.web_app import serving_route
 from transformers import AutoTokenizer, Gemma3TextConfig, GPT2Config, MambaConfig, Qwen3Config
 
 from rlgen.errors import DataError, RecipeError, RlgenError, SetupError
@@ -144,28 +144,10 @@ def test_a_chat_without_a_template_is_refused(model: Path, recipe_file: Path, pr
     tokenizer.chat_template = None
     (model / "chat_template.jinja").unlink(missing_ok=True)
     tokenizer.save_pretrained(model)
-    with pytest.raises(
-        DataError, match="has no chat template; take an instruction-tuned model, or use texts as prompts, with"
-    ) as error:
+    words = "has no chat template; take an instruction-tuned model, or use texts as prompts, with"
+    with pytest.raises(DataError, match=words) as error:
         open_data(load_recipe(recipe_file, [f"model.path={model}"]).recipe)
     proof(str(error.value))
-
-
-class Hub(http.server.BaseHTTPRequestHandler):
-    """Answers with the status that the repository's name has: org/s404."""
-
-    def answer(self) -> None:
-        found = re.search(r"org/s(\d{3})", self.path)
-        self.server.asked.append(self.path)  # type: ignore[attr-defined]
-        self.send_response(int(found[1]) if found else 404)
-        self.send_header("Retry-After", "1")
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    do_GET = do_HEAD = do_POST = answer
-
-    def log_message(self, *arguments: object) -> None:
-        pass
 
 
 ASK = """
@@ -190,22 +172,24 @@ for status in sys.argv[1:]:
 @pytest.mark.fault(25, 38)
 @pytest.mark.parametrize("statuses", [(404, 401, 403), pytest.param((429, 503), marks=pytest.mark.slow)])
 def test_a_hub_that_refuses(tmp_path: Path, statuses: tuple[int, ...], proof: Proof) -> None:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
-        hub.asked = []  # type: ignore[attr-defined]
-        thread = threading.Thread(target=hub.serve_forever, daemon=True)
-        thread.start()
-        where = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path), "HF_TOKEN": "hf_" + "a" * 20}
+    asked: list[str] = []
+
+    async def refuse(request: web.Request) -> web.Response:
+        """With the status that the repository's name has: org/s404."""
+        asked.append(request.path)
+        found = re.search(r"org/s(\d{3})", request.path)
+        return web.Response(status=int(found[1]) if found else 404, headers={"Retry-After": "1"})
+
+    with serving_route("*", "/{path:.*}", refuse) as port:
+        where = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(tmp_path), "HF_TOKEN": "hf_" + "a" * 20}
         command = [sys.executable, "-c", ASK, *map(str, statuses)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=280, env={**os.environ, **where})
-        hub.shutdown()
-        asked = len(hub.asked)  # type: ignore[attr-defined]
     told = [json.loads(line) for line in done.stdout.splitlines()]
     assert [status for status, _, _ in told] == [status for status in statuses for _ in range(3)], done.stderr
-    for (status, said, seconds), what in zip(
-        told, ["the tokenizer of org/s{} (revision v2)", "the config of org/s{}", "org/s{}"] * 9, strict=False
-    ):
+    asked_for = ["the tokenizer of org/s{} (revision v2)", "the config of org/s{}", "org/s{}"]
+    for (status, said, seconds), what in zip(told, asked_for * len(statuses), strict=True):
         assert f"the hub did not provide {what.format(status)}" in said and seconds < 100 and "hf auth login" in said
         assert "\n" not in said and "hf_a" not in said
         assert what == "org/s{}" or str(status) in said.replace(f"org/s{status}", "")
-    assert 0 < asked <= 40 * len(statuses)
-    proof(f"HTTP {statuses}: {asked} requests, {max(seconds for _, _, seconds in told):.1f} s at most")
+    assert 0 < len(asked) <= 40 * len(statuses)
+    proof(f"HTTP {statuses}: {len(asked)} requests, {max(seconds for _, _, seconds in told):.1f} s at most")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import CPU, tiny_model
+from helpers.adapters import SMALL, moved
 from helpers.samples import make_sample
 from helpers.train_state import equal, learn, parts, save_parts
 from peft import PeftModel
@@ -25,22 +26,9 @@ from rlgen.rollout.samples import Samples
 from rlgen.run.checkpoint import Checkpoints, load_checkpoint
 from rlgen.types import WHOLE
 
-SMALL = LoraRecipe(rank=4, alpha=8.0)
 # Plain, packed and transposed projections; experts that are no linear layers, and a shared one that is.
 NAMES = ["qwen3", "qwen3-untied", "phi3", "gpt2", "gpt_neox", "mixtral", "qwen2_moe", "granitemoe", "glm4_moe"]
 IDS = torch.randint(0, 256, (3, 20), generator=torch.Generator().manual_seed(0))
-
-
-def adapted(name: str = "qwen3", recipe: LoraRecipe = SMALL) -> Any:
-    """With an adapter that has an effect."""
-    model = tiny_model(name)
-    add_adapter(model, recipe, seed=0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for layer in adapted_layers(model).values():
-            second = factors(layer)[1]
-            second.copy_(0.1 * torch.randn(second.shape, generator=generator))
-    return model
 
 
 @torch.no_grad()
@@ -50,7 +38,7 @@ def logits(model: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_merged_tensors_make_a_plain_model_compute_what_the_adapted_one_does(name: str) -> None:
-    model, plain = adapted(name), tiny_model(name)
+    model, plain = moved(name), tiny_model(name)
     digest, base = base_digest(plain), logits(plain)
     with_adapter = logits(model)
     assert (with_adapter - base).abs().max() > 0.3
@@ -76,7 +64,7 @@ def tiny(name: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(("use_rslora", "expected"), [(False, 8.0 / 4), (True, 8.0 / 4**0.5)])
 def test_a_merged_tensor_is_the_textbooks_and_new(use_rslora: bool, expected: float) -> None:
-    model = adapted(recipe=LoraRecipe(rank=4, alpha=8.0, use_rslora=use_rslora))
+    model = moved("qwen3", recipe=LoraRecipe(rank=4, alpha=8.0, use_rslora=use_rslora))
     layers, merged = adapted_layers(model), dict(weights.merged_tensors(model))
     assert len(layers) == 28 and {lora.scale(layer) for layer in layers.values()} == {expected}
     for name, layer in layers.items():
@@ -135,13 +123,13 @@ def test_targets_that_are_none(name: str, chosen: list[str], words: str) -> None
 
 
 def test_what_is_not_adapted_is_said() -> None:
-    assert lora.describe(adapted()) == "rank 4 in 28 linear layers, 38,912 of 860,032 parameters are trained"
-    assert lora.describe(adapted("glm4_moe")).endswith("not adapted: 12 linear layers, 6 packed tensors of experts")
-    assert lora.describe(adapted(recipe=LoraRecipe(rank=4, targets=["q_proj"]))).endswith("not adapted: 24 linear layers")
+    assert lora.describe(moved("qwen3")) == "rank 4 in 28 linear layers, 38,912 of 860,032 parameters are trained"
+    assert lora.describe(moved("glm4_moe")).endswith("not adapted: 12 linear layers, 6 packed tensors of experts")
+    assert lora.describe(moved("qwen3", recipe=LoraRecipe(rank=4, targets=["q_proj"]))).endswith("not adapted: 24 linear layers")
 
 
 def test_without_adapter_is_undone_whatever_happens_and_may_be_nested() -> None:
-    model = adapted()
+    model = moved("qwen3")
     on = logits(model)
     with pytest.raises(RuntimeError), without_adapter(model):
         with without_adapter(model, only=["model.layers.0.mlp.up_proj.weight"]):
@@ -171,7 +159,7 @@ def gradients(policy: Policy, reference: BasePolicy | None) -> dict[str, torch.T
 
 
 def test_the_reference_is_the_base_and_leaves_the_policys_gradient_alone() -> None:
-    model = adapted()
+    model = moved("qwen3")
     policy = Policy(model, torch.float32, True)
     reference = BasePolicy(policy)
     alone, beside = gradients(policy, None), gradients(policy, reference)
@@ -185,7 +173,7 @@ def test_the_reference_is_the_base_and_leaves_the_policys_gradient_alone() -> No
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt2", "mixtral", "glm4_moe"])
 def test_peft_opens_a_saved_adapter(name: str, tmp_path: Path) -> None:
-    model = adapted(name)
+    model = moved(name)
     lora.save_adapter(model, adapter_tensors(model), tmp_path, base_digest(model))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     opened = PeftModel.from_pretrained(tiny_model(name), str(tmp_path))
@@ -209,7 +197,7 @@ def test_peft_opens_a_saved_adapter(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_an_adapter_of_another_shape_or_base_is_refused(recipe: LoraRecipe, words: str, tmp_path: Path) -> None:
-    model = adapted()
+    model = moved("qwen3")
     lora.save_adapter(model, adapter_tensors(model), tmp_path, base_digest(model))
     other = tiny_model("qwen3")
     add_adapter(other, recipe, 0)

@@ -34,7 +34,7 @@ from rlgen.models.half import compute_as_held
 from rlgen.models.load import load_config
 from rlgen.models.memory import FLOAT32, GIB, Counts, MemoryPlan, cache_elements, hints, needs
 from rlgen.models.policy import Policy
-from rlgen.models.sharding import mesh_of
+from rlgen.models.sharding import Meshes
 from rlgen.models.sharding import shard as shard_policy
 from rlgen.models.tiny import build_tiny
 from rlgen.processes import Processes
@@ -198,7 +198,7 @@ def test_a_rank_of_many_needs_what_torchs_own_tracker_counts(dtype: torch.dtype,
         group = Processes(rank=0, world=8, device=torch.device("cpu"), timeout=1, group=None, store=None)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
         policy, batch = Policy(model, dtype, True), batch_of(rows, 1, length)
-        shard_policy(policy, mesh_of(group, shard))
+        shard_policy(policy, Meshes.of(group, shard))
         tracker = FSDPMemTracker(policy, torch.optim.AdamW(policy.parameters(), foreach=False))
         with tracker:
             for _ in range(2):
@@ -224,6 +224,7 @@ COUNTS = Counts(
     parameters=1000,
     largest=300,
     matrices=600,
+    linear=400,
     sides=50,
     layers=2,
     hidden=10,
@@ -290,6 +291,8 @@ CHANGED: dict[str, tuple[dict[str, Any], str, dict[str, int | None]]] = {
         "optimizer",
         {"trainer weights": 2400, "Adam moments": 800, "gradients": 400, "copy to save": 1200, "reference": None},
     ),
+    "QLoRA": ({"adapter_rank": 2, "quantized": 0.5}, "load", {"trainer weights": 2 * 600 + 200 + 400}),
+    "QLoRA, backward": ({"adapter_rank": 2, "quantized": 0.5}, "backward", {"dequantised weights": 400, "head's gradient": 0}),
     "LoRA in float32": ({"adapter_rank": 2, "trainer_bytes": 4}, "optimizer", {"trainer weights": 4400}),
     # the frozen weights are held in bfloat16
     "LoRA, backward": ({"adapter_rank": 2}, "backward", {"bfloat16 weights": None, "head's gradient": 0, "head's states": 1600}),
@@ -346,6 +349,16 @@ def test_all_of_a_phase_by_hand(name: str) -> None:
     assert needs(COUNTS, replace(PLAN, **changes))[phase] == {**expected, **LAST}
 
 
+def test_what_is_offloaded_is_counted_only_where_it_is() -> None:
+    plan = replace(PLAN, checkpointing=True, device=80 * GIB)
+    before, after = needs(COUNTS, plan), needs(COUNTS, replace(plan, offload_activations=True, offload_moments=True))
+    assert [phase for phase in after if "Adam moments" in after[phase]] == ["optimizer"]
+    assert after["optimizer"] == before["optimizer"] and after["optimizer"]["Adam moments"] == 8 * 1000
+    assert [before[phase]["activations"] - after[phase]["activations"] for phase in ("forward", "backward")] == [500, 500]
+    on_cpu = replace(PLAN, checkpointing=True)
+    assert needs(COUNTS, replace(on_cpu, offload_activations=True, offload_moments=True)) == needs(COUNTS, on_cpu)
+
+
 def test_a_reference_needs_most_in_its_layers_or_in_its_head() -> None:
     layers = needs(replace(COUNTS, kept=80_000), replace(PLAN, sleeps=True, reference=True))["reference"]
     assert layers == {**BASE, "reference": 4000, "activations": 30_000, "bfloat16 weights": 2 * 300, **LAST}
@@ -372,6 +385,7 @@ def test_hints_say_what_they_save() -> None:
         "engine.sleep=true",
         "optim.micro_batch_tokens=10",
         "model.gradient_checkpointing=true",
+        "optim.offload=true",
         "engine.gpu_memory_utilization=0.4",
         "optim.kind=adamw_8bit",
     ]
@@ -384,4 +398,5 @@ def test_hints_say_what_they_save() -> None:
     held = hints(large, None, replace(plan, reference=True), frozenset(["no reference"]))
     assert "trainer.beta=0" in {hint.setting for hint in held}
     least = replace(plan, engine="elsewhere", share=None, checkpointing=True, moment_bytes=2)
+    least = replace(least, offload_activations=True, offload_moments=True)
     assert not hints(large, None, least, frozenset())

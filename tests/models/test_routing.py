@@ -10,14 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, open_vllm, plan_of, tiny_model
+from conftest import CPU, open_server, open_vllm, plan_of, tiny_model
 from helpers.batches import gradients, random_batch
 from helpers.journals import answer_one, completion, found, opened
 from helpers.recipes import recipe_for
 from helpers.samples import TEXTS, make_sample
 from torch import Tensor, nn
 
-from rlgen.errors import SetupError
+from rlgen.engines.answer import Labelled, ServerAnswer, read_answer
+from rlgen.engines.base import require_experts
+from rlgen.errors import EngineError, SetupError
 from rlgen.models.load import load_model, locate
 from rlgen.models.policy import Policy
 from rlgen.models.routing import Routes, forced, is_mixture, routers_of, unforceable
@@ -108,7 +110,6 @@ def test_where_routers_agree_nothing_changes(packed: bool) -> None:
     (logp, gradient), (replayed, other) = gradients(policy, batch), gradients(policy, given)
     assert (replayed - logp).abs().max() <= 1e-6
     assert ((other - gradient).norm() / gradient.norm()).item() <= 1e-6
-    assert given.experts is not None
     elsewhere = replace(given, experts=(given.experts + 1) % 8)
     assert (gradients(policy, elsewhere)[0] - logp).abs().max() > 0.01, "other experts compute something else"
 
@@ -159,6 +160,18 @@ def test_the_journal_has_experts(dtype: Any, tmp_path: Path) -> None:
     assert answer == given
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_the_answer_of_a_server_has_experts(dtype: Any) -> None:
+    given = experts_for(4).astype(dtype)
+    arrays = (1, 2), (7, 8, 9), (-1.0, -2.0, -3.0), "stop", [Labelled("r.1", 0, 3)], 0
+    answer = read_answer(ServerAnswer.of(*arrays, given).packed(), True, "", lambda label: 1)
+    assert np.array_equal(answer.experts, given) and answer.experts.dtype == dtype
+    require_experts(answer)
+    without = read_answer(ServerAnswer.of(*arrays).packed(), True, "", lambda label: 1)
+    with pytest.raises(EngineError, match=r"the experts of 0 of the 4 tokens"):
+        require_experts(without)
+
+
 def recipe_of(model: dict[str, Any], **sections: Any) -> Recipe:
     engine = {"kind": "colocated"}
     return recipe_for("tiny:qwen3_moe", **{"engine": engine, "model": {"dtype": "bfloat16", **model}, **sections})
@@ -174,15 +187,24 @@ def test_the_default_follows_engine_and_model() -> None:
     assert not replays_routes(recipe_of({}), dense, locate("tiny:qwen3"), said.append) and dense.routes is None
     assert said == []
     assert not replays_routes(recipe_of({}, engine={"kind": "transformers"}), mixture, location, said.append)
-    assert said == ["model.route_replay: off: an engine of kind transformers does not return the experts of a token: one of kind"
-                    " colocated does"]  # fmt: skip
+    assert said == ["model.route_replay: off: an engine of kind transformers does not return the experts of a token; engines with"
+                    " vLLM do"]  # fmt: skip
+    assert replays_routes(recipe_of({}, engine={"kind": "server", "launch": True}), mixture, location, said.append)
+    elsewhere = {"kind": "server", "url": "http://127.0.0.1:9"}
+    assert not replays_routes(recipe_of({}, engine=elsewhere), mixture, location, said.append)
+    assert "off: servers that were started before return the experts of a token only if all recipes set" in said.pop()
+    asked = recipe_of({"route_replay": True}, engine=elsewhere)
+    assert replays_routes(asked, mixture, location, said.append) and asked.engine_needs.experts
     with pytest.raises(SetupError, match=r"model\.route_replay: Qwen3ForCausalLM has no experts to choose from; remove it"):
         replays_routes(recipe_of({"route_replay": True}), dense, locate("tiny:qwen3"), said.append)
 
 
 REFUSED: dict[str, dict[str, Any]] = {
     "an engine of kind transformers does not return": {"engine": {"kind": "transformers"}},
-    "an engine of kind server does not return": {"engine": {"kind": "server", "launch": True}},
+    "it does not go with engine.in_flight": {
+        "engine": {"kind": "server", "launch": True},
+        "rollout": {"async_steps": 2, "prompts_per_step": 2, "group_size": 2},
+    },
     "it does not go with engine.tensor_parallel_size": {"engine": {"kind": "colocated", "tensor_parallel_size": 2}},
     "it does not go with engine.structured_regex": {"engine": {"kind": "colocated", "structured_regex": "[0-9]+"}},
     "it does not go with rollout.use": {"rollout": {"use": "a.py:f"}},
@@ -257,7 +279,6 @@ def gaps(name: str, dtype: str) -> dict[str, Any]:
         with torch.no_grad():
             gap = (policy(one, (WHOLE,)).logp[0] - batch.sampler_logp)[batch.mask].abs()
         measured[word] = {"mean": gap.mean().item(), "max": gap.max().item(), "of each": gap}
-    assert batch.experts is not None
     known = batch.experts[..., 0, 0] >= 0
     own, given = (one.sort(-1).values for one in (own_experts(policy, batch), batch.experts))
     first = 1 if name == "glm4_moe" else 0  # its first layer is dense
@@ -268,6 +289,21 @@ def gaps(name: str, dtype: str) -> dict[str, Any]:
     measured["rounding"] = measured["without"].pop("of each")[alike].mean().item()
     del measured["with"]["of each"]
     return measured
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_a_server_returns_the_experts_that_an_engine_in_this_process_returns() -> None:
+    requests = [Request(prompt_ids=np.arange(3, 20, dtype=np.int32), seed=place) for place in range(6)]
+    inside, server = open_vllm("qwen3_moe", experts=True), open_server("qwen3_moe", route_replay=True)
+    own, told = (
+        engine.generate(requests, Sampling(max_tokens=20, temperature=1.0, stop_ids=(257,))) for engine in (inside, server)
+    )
+    for one, other in zip(own, told, strict=True):
+        assert np.array_equal(one.token_ids, other.token_ids) and np.array_equal(one.experts, other.experts)
+        assert len(one.experts) == 16 + len(one.token_ids) and one.experts.dtype == other.experts.dtype
+    inside.close()
+    server.close()
 
 
 @pytest.mark.slow

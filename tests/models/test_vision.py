@@ -28,7 +28,6 @@ def policy() -> Iterator[Policy]:
 
 
 def sample(policy: Policy, text: str, pictures: list[bytes], answer: tuple[int, ...] = (70, 71, 72)) -> Sample:
-    assert policy.vision is not None
     ids, images = asked(text, pictures, policy.vision)
     return make_sample(prompt_ids=ids, completion_ids=answer, sampler_logp=(-1.0,) * len(answer), images=images)
 
@@ -44,7 +43,6 @@ def test_a_mixed_batch_is_what_the_model_itself_computes(policy: Policy) -> None
     """Rows of no, one and two images, in one batch; the model gets each by itself, with the tensors of its own processor."""
     pictures = [picture(1), picture(2, 30, 30), picture(3)]
     rows = [sample(policy, "what?", pictures[:1]), sample(policy, "a longer text", []), sample(policy, "and?", pictures[1:])]
-    assert policy.vision is not None
     for row, found, own in zip(rows, logp(policy, rows), (pictures[:1], [], pictures[1:]), strict=True):
         ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.completion_ids]).astype(np.int64))[None]
         tensors = {}
@@ -72,7 +70,6 @@ def test_another_image_gives_other_log_probs(policy: Policy) -> None:
 
 def test_a_placeholder_that_was_sampled_is_an_id_like_any_other(policy: Policy) -> None:
     """The model's own forward would take the next row's image for it."""
-    assert policy.vision is not None
     odd = sample(policy, "what?", [picture(1)], (70, policy.vision.token_id, 71))
     after = sample(policy, "what?", [picture(2)])
     both = logp(policy, [odd, after])
@@ -98,7 +95,6 @@ def test_ids_of_another_processor_are_refused(policy: Policy) -> None:
     row = sample(policy, "what?", [picture(1)])
     image = row.images[0]
     short = Image(sha256=image.sha256, data=image.data, start=image.start, stop=image.stop - 1)
-    assert policy.vision is not None
     with pytest.raises(SetupError, match="writes 34 ids for an image, but the prompt has 33"):
         policy.vision.embed(policy.model, torch.zeros(1, 60, dtype=torch.long), [[short]])
 

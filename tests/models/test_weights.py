@@ -60,13 +60,6 @@ def test_ten_comes_after_two(tmp_path: Path) -> None:
     assert equal(dict(model_tensors(model, shuffled(sent))), own)
 
 
-def test_a_routers_correction_bias_is_sent() -> None:
-    """It is a buffer, not a parameter: the optimizer leaves it alone, the engine needs it."""
-    model = tiny_model("glm4_moe")
-    biases = {name for name, _ in checkpoint_tensors(model) if name.endswith("e_score_correction_bias")}
-    assert len(biases) == 3 and not biases & set(dict(model.named_parameters()))
-
-
 @pytest.mark.parametrize("name", ["qwen3", "glm4_moe"])
 def test_the_transformers_engine_takes_what_is_sent(name: str) -> None:
     engine, model = open_transformers(name), tiny_model(name)

@@ -3,13 +3,13 @@
 Each row's prompt is its number, by which model and reference, here and in `trl_oracle.py`, find what they have to answer.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from helpers.batches import default_dtype
 from helpers.samples import make_sample
 from torch import Tensor
 
@@ -77,17 +77,6 @@ class Outcome(NamedTuple):
     def of(cls, value: Tensor, policy_logp: Tensor, entropy: Tensor) -> "Outcome":
         gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in (policy_logp, entropy)]
         return cls(value.detach(), *gradients)
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Both sides make tensors of lists, in the default dtype."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 class Replay:

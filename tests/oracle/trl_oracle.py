@@ -13,7 +13,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from replay import GROUP, MAX_TOKENS, PADDING, STOP, WEIGHTS, Outcome, Rollout, default_dtype
+from helpers.batches import default_dtype
+from replay import GROUP, MAX_TOKENS, PADDING, STOP, WEIGHTS, Outcome, Rollout
 from torch import Tensor
 
 # TRL sets VLLM_LOGGING_LEVEL when it is imported, which every server that a later test starts would inherit.

@@ -331,6 +331,9 @@ MISTAKES: dict[str, Mistake] = {
     "capitals": Mistake("trainer: {kind: GRPO}", "did you mean `grpo`?"),
     "a loss in capitals": Mistake("trainer: {loss: GRPO}", "did you mean `grpo`?"),
     "scaling switched on": Mistake("trainer: {scale_rewards: true}", "did you mean `group`?"),
+    "tensor parallelism": Mistake("processes: {strategy: fsdp, tp_size: 2}", "did you mean `tensor`?"),
+    "context parallelism": Mistake("processes: {strategy: fsdp, cp_size: 2}", "did you mean `context`?"),
+    "layers without shards": Mistake("processes: {tensor: 2}", "has no effect with processes.strategy ddp"),
     "zero3": Mistake("processes: {strategy: zero3}", "did you mean `fsdp`?"),
     "half": Mistake('model: {path: "tiny:qwen3", dtype: half}', "set bfloat16"),
     "qlora": Mistake('model: {path: "tiny:qwen3", qlora: true}', "write `lora: {}` and `quantization: nf4`"),
@@ -412,6 +415,9 @@ MISTAKES: dict[str, Mistake] = {
     "a template by name": Mistake(data("train.jsonl", "chat: true, chat_template: chatml, columns: {prompt: question}"), "Jinja"),
     "semicolons": Mistake(
         "data: {source: n.csv}", "separate the columns with commas", files={"n.csv": "prompt;answer\na;b\n", **ANY}
+    ),
+    "columns between tabs": Mistake(
+        "data: {source: t.csv}", "commas, not with tabs", files={"t.csv": "prompt\tanswer\na\tb\n", **ANY}
     ),
     # Servers.
     "an address without http": Mistake("engine: {kind: server, url: 'localhost:8000'}", "write it like http://127.0.0.1:8000"),

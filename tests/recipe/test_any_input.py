@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import RECIPE, ROOT
+from conftest import RECIPE, ROOT, Proof
 from helpers.recipes import problems, written
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,7 +18,6 @@ from rlgen.recipe.keys import places_of_keys
 from rlgen.recipe.source import MAX_BYTES
 
 SECONDS, MIB = 2.0, 300.0
-Proof = Callable[[str], None]
 
 FEW = settings(deadline=None, derandomize=True, database=None, max_examples=200, suppress_health_check=list(HealthCheck))
 MANY = settings(FEW, derandomize=False, max_examples=6000)

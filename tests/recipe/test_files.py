@@ -6,13 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import RECIPE, of_rows
+from conftest import RECIPE, Proof, Run, of_rows
 from helpers.recipes import problems, written
 
 from rlgen.recipe import LoadedRecipe, dump_recipe, load_recipe
-from rlgen.recipe.hints import RENAMED
+from rlgen.recipe.hints import REFUSED
 
-Proof = Callable[[str], None]
 KEY = "sk-" + "planted0" * 4
 
 
@@ -60,6 +59,26 @@ def test_another_kind_starts_its_section_anew(write: Write) -> None:
     assert loaded.recipe.engine.kind == "transformers" and values(loaded, "trainer.loss", "trainer.beta") == ["cispo", 0.1]
 
 
+@pytest.mark.parametrize(
+    "chain, expected",  # sections of the last parent, of its child, …; then the trainer's or optimizer's settings
+    [
+        (["trainer: {beta: 0.5}", "trainer: {kind: grpo, loss: cispo}"], {"kind": "grpo", "beta": 0.5, "loss": "cispo"}),
+        (["trainer: {kind: rloo, beta: 0.5}", "trainer: {kind: grpo}"], {"kind": "grpo", "beta": 0.0}),
+        (["trainer: {kind: rloo}", "trainer: {beta: 0.5}", "trainer: {kind: grpo}"], {"kind": "grpo", "beta": 0.0}),
+        (["trainer: {kind: rloo, beta: 0.5}", "trainer: {use: 'own.py:A'}"], {"kind": "own", "beta": 0.0}),
+        (["trainer: {use: 'own.py:A'}", "trainer: {kind: own, beta: 0.5}"], {"kind": "own", "beta": 0.5}),
+        (["trainer: {use: 'own.py:A', beta: 0.5}", "trainer: {kind: grpo}"], {"kind": "grpo", "beta": 0.0}),
+        (["optim: {learning_rate: 0.5}", "optim: {kind: adamw_8bit}"], {"kind": "adamw_8bit", "learning_rate": 0.5}),
+    ],
+)
+def test_a_kind_that_is_not_written_counts(write: Write, chain: list[str], expected: dict[str, object]) -> None:
+    path = write("0.yaml", RECIPE.partition("optim")[0] + chain[0])
+    for number, section in enumerate(chain[1:], 1):
+        path = write(f"{number}.yaml", f"extends: {number - 1}.yaml\n{section}\n")
+    held = getattr(load_recipe(path).recipe, chain[0].partition(":")[0])
+    assert {key: getattr(held, key) for key in expected} == expected
+
+
 def test_paths_start_at_the_file_that_names_them(write: Write, tmp_path: Path) -> None:
     write("below/base.yaml", of_rows("rows.jsonl") + "run2: 1\n")
     child = write("child.yaml", "extends: below/base.yaml\nrewards: [{use: 'r.py:f'}]\n")
@@ -67,6 +86,20 @@ def test_paths_start_at_the_file_that_names_them(write: Write, tmp_path: Path) -
     write("below/base.yaml", of_rows("rows.jsonl"))
     recipe = load_recipe(child).recipe
     assert recipe.data.source == str(tmp_path / "below/rows.jsonl") and recipe.rewards[0].use == f"{tmp_path}/r.py:f"
+
+
+def test_extends_follows_links_and_the_home_folder(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, child = write("real/base.yaml", RECIPE), write("real/below/child.yaml", "extends: ../base.yaml\nrun: {seed: 3}\n")
+    (tmp_path / "link.yaml").symlink_to(child)
+    (tmp_path / "folder").symlink_to(child.parent)
+    for path in (tmp_path / "link.yaml", tmp_path / "folder/child.yaml"):
+        loaded = load_recipe(path)
+        assert values(loaded, "run.seed", "run.steps") == [3, 2] and loaded.origins["run.steps"] == f"{base}:1:19"
+    monkeypatch.setenv("HOME", str(tmp_path / "real"))
+    assert values(load_recipe(write("home.yaml", "extends: ~/base.yaml\n")), "run.steps") == [2]
+    monkeypatch.chdir(tmp_path)  # a path that was written relative is told so
+    (tmp_path / "copy.yaml").symlink_to(base)
+    assert load_recipe(Path(write("short.yaml", "extends: copy.yaml\n").name)).origins["run.steps"] == "copy.yaml:1:19"
 
 
 @pytest.mark.fault(10)
@@ -102,8 +135,8 @@ def test_a_mistake_in_a_parent_is_located_there(write: Write, proof: Proof) -> N
 
 @pytest.mark.fault(11)
 def test_a_renamed_key_says_its_new_name(write: Write, monkeypatch: pytest.MonkeyPatch, proof: Proof) -> None:
-    monkeypatch.setitem(RENAMED, "optim.step_size", "renamed to `learning_rate` in version 0.2.0")
-    monkeypatch.setitem(RENAMED, "rewards.*.function", "renamed to `use` in version 0.2.0")
+    monkeypatch.setitem(REFUSED, "optim.step_size", "renamed to `learning_rate` in version 0.2.0")
+    monkeypatch.setitem(REFUSED, "rewards.*.function", "renamed to `use` in version 0.2.0")
     path = write(
         "r.yaml", RECIPE.replace("optim: {learning_rate:", "optim: {step_size:").replace("{use: length", "{function: length")
     )
@@ -197,10 +230,10 @@ def test_a_secret_in_a_file_is_refused_in_comments_too(write: Write, proof: Proo
     proof("a comment and an argument")
 
 
-def test_names_with_dots_and_odd_values_are_shown(rlgen: Callable[..., object], write: Write) -> None:
+def test_names_with_dots_and_odd_values_are_shown(rlgen: Run, write: Write) -> None:
     path = write("r.yaml", RECIPE.replace("args: {target: 6}", "args: {target: 6, 'a.b': {'0': 1}}"))
     shown = rlgen("show", path, "--json")
-    assert json.loads(shown.stdout)["rewards.1.args.a.b.0"]["value"] == 1  # type: ignore[attr-defined]
+    assert json.loads(shown.stdout)["rewards.1.args.a.b.0"]["value"] == 1
 
 
 @pytest.mark.fault(9)
@@ -211,3 +244,9 @@ def test_what_is_no_path_is_blamed_on_its_argument(write: Write, override: str, 
     (told,) = problems(write("r.yaml", RECIPE), override)
     assert told.startswith("--set 1: ") and " is not a path: " in told and len(told) < 600
     proof(told[:100])
+
+
+def test_a_folder_whose_name_is_no_text_is_refused(write: Write) -> None:
+    path = write(os.fsdecode(b"caf\xe9/r.yaml"), of_rows("rows.jsonl"))
+    assert ": 'rows.jsonl' is not a path: a folder above it has a name that is not UTF-8" in problems(path)[0]
+    assert load_recipe(write(os.fsdecode(b"caf\xe9/s.yaml"), RECIPE)).recipe.data.source == "task:sort"

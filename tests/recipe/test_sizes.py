@@ -34,6 +34,8 @@ def sizes(recipe: Recipe) -> tuple[int | None, int, int, int]:
         (["data.max_prompt_tokens=64"], 4096, 64, 60, (64, 512, 8, 16384)),
         (["rollout.max_completion_tokens=32768"], 40960, 8192, 100, (100, 32768, 8, 32868)),
         (["optim.micro_batch_tokens=600"], 4096, 300, 200, (200, 400, 8, 600)),
+        (["processes={strategy: fsdp, context: 4}", "optim.micro_batch_tokens=600"], 4096, 1888, 200, (200, 512, 8, 600)),
+        (["processes={strategy: fsdp, context: 4}"], None, None, 80000, (80000, 512, 8, 20128)),
         (["engine.max_model_len=100"], 4096, 50, 20, (20, 80, 8, 16384)),
         (["data.max_prompt_tokens=600", "rollout.max_completion_tokens=100"], 4096, 600, 500, (600, 100, 8, 16384)),
     ],
@@ -51,7 +53,7 @@ def test_sizes_that_follow(
     found = fitted(before, positions, longest, 100)
     assert sizes(found) == expected
     assert positions is None or found.max_row_tokens <= positions
-    assert found.max_row_tokens <= found.optim.micro_batch_tokens
+    assert found.max_row_tokens <= found.optim.micro_batch_tokens * (found.processes.context or 1)
 
 
 def test_fewer_prompts_than_a_step_has_by_default(tmp_path: Path) -> None:
@@ -101,6 +103,7 @@ SERVED = "engine={kind: server, launch: true}"
         ([SERVED], 0, False, 64),
         ([SERVED, "rollout.async_steps=1"], 1, False, 64),
         ([SERVED, "rollout={async_steps: 1, max_staleness: 3}", "engine.in_flight=true"], 3, True, 64),
+        ([SERVED, "rollout={async_steps: 1}", "engine.in_flight={recompute: false}"], 1, True, 64),
         ([SERVED, "rollout.async_steps=4"], 4, True, 256),
         ([SERVED, "rollout={async_steps: 4, max_staleness: 2}"], 2, True, 256),
         ([SERVED, "rollout.async_steps=2", "engine.servers=2"], 2, True, 64),
@@ -118,6 +121,8 @@ def test_age_and_changes_of_weights_follow_from_how_far_ahead_is_sampled(
     ("overrides", "words"),
     [
         ([SERVED, "rollout.async_steps=2", "engine.in_flight=false"], "requests are always open"),
+        ([SERVED, "rollout.async_steps=2", "engine.in_flight={allowed: false}"], "requests are always open"),
+        ([SERVED, "rollout.async_steps=1", "engine.in_flight={allowed: false, recompute: false}"], "recompute has no effect"),
         (["rollout.async_steps=4"], "samples while a step trains, but an engine of kind colocated cannot do both"),
         ([SERVED, "rollout.async_steps=4", "trainer={kind: grpo, correction: {mode: none}}"], "corrects nothing"),
         ([SERVED, "rollout.async_steps=65"], "rollout.async_steps"),

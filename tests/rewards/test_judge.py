@@ -57,11 +57,8 @@ def rated(judge: Judge, *completions: str, prompt: str = "3+4=", messages: Any =
 
 
 def compared(judge: Judge, *completions: str) -> list[float | None]:
-    async def ask() -> list[float | None]:
-        count = len(completions)
-        return await judge.compare(prompts=["3+4="] * count, completions=completions, prompt_messages=[None] * count)
-
-    return asyncio.run(ask())
+    count = len(completions)
+    return asyncio.run(judge.compare(prompts=["3+4="] * count, completions=completions, prompt_messages=[None] * count))
 
 
 # --- one by one ------------------------------------------------------------------------------------------------------

@@ -76,7 +76,6 @@ def with_sections(text: str) -> str:
 
 
 def run_commands(blocks: list[tuple[str, str]]) -> None:
-    """Runs the commands of a page."""
     (script,) = (text for kind, text in blocks if kind == "sh")
     for line in script.splitlines():
         result = CliRunner().invoke(app, line.split()[1:])

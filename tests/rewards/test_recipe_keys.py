@@ -102,6 +102,21 @@ def test_validate_knows_what_a_reward_needs(recipe_file: Path, proof: Any, entry
     proof(said)
 
 
+@pytest.mark.parametrize("module", ["beside.py", "beside/__init__.py"])
+def test_a_module_beside_a_reward_needs_pythonpath(recipe_file: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    folder = recipe_file.parent
+    (folder / "mine.py").write_text("from beside import k\ndef f(completion): return k\n")
+    (folder / module).parent.mkdir(exist_ok=True)
+    (folder / module).write_text("k = 1.0\n")
+    rewards = "rewards=[{use: 'mine.py:f'}]"
+    with pytest.raises(
+        RecipeError, match=f"No module named 'beside' .*; to import modules beside this file, set PYTHONPATH={folder}"
+    ):
+        validate_command(recipe_file, [rewards], False, 0)
+    monkeypatch.syspath_prepend(str(folder))  # as PYTHONPATH does at the start; workers take over the path
+    validate_command(recipe_file, [rewards], False, 0)
+
+
 @pytest.mark.fault(20)
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet"])
 def test_validate_knows_the_columns_of_a_file(recipe_file: Path, proof: Any, name: str) -> None:

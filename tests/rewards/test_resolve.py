@@ -2,6 +2,7 @@ import hashlib
 import textwrap
 
 import pytest
+from helpers.recipes import written
 from helpers.scoring import loaded
 
 from rlgen.errors import DataError, RewardError
@@ -10,13 +11,7 @@ from rlgen.rewards.builtin import exact_match, regex_match
 
 @pytest.fixture
 def write(tmp_path):
-    def write_file(source, name="rewards.py"):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(textwrap.dedent(source))
-        return path
-
-    return write_file
+    return lambda source, name="rewards.py": written(tmp_path, textwrap.dedent(source), name)
 
 
 def test_a_built_in_and_a_function_of_a_module():

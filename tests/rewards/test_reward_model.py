@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.damage import flip
 from helpers.reward_model import make_reward_model
 from helpers.scoring import Build, group, totals
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -132,9 +133,7 @@ def test_the_hash_is_that_of_every_file(tmp_path: Path) -> None:
     before = model_digest(folder)
     (folder / "notes.md").write_text("not part of it")
     assert model_digest(folder) == before
-    weights = bytearray((folder / "model.safetensors").read_bytes())
-    weights[-1] ^= 1
-    (folder / "model.safetensors").write_bytes(weights)
+    flip(folder / "model.safetensors", 1)
     other = model_digest(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "use_cache": False}))

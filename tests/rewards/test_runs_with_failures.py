@@ -1,13 +1,11 @@
 """Whole runs whose reward misbehaves on some samples."""
 
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import read_jsonl
+from conftest import Proof, Run, read_jsonl
 from helpers.rollouts import rollout_rows
 from helpers.scoring import overdue
 
@@ -39,7 +37,7 @@ def run(recipe: Path, name: str, bad: set[str] | None, *overrides: str) -> Path:
 
 @pytest.mark.fault(28, 30, 32)
 def test_a_run_goes_on_without_the_samples_whose_reward_failed(
-    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, proof: Callable[[str], None]
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof
 ) -> None:
     whole = rollout_rows(run(recipe_file, "whole", set()))
     texts = sorted({row["completion"] for row in whole}, key=lambda text: (len(text) % 3, text))
@@ -67,7 +65,7 @@ def test_a_run_goes_on_without_the_samples_whose_reward_failed(
 
 
 @pytest.mark.fault(29)
-def test_a_run_that_may_not_go_on_ends_with_5(recipe_file: Path, proof: Callable[[str], None], capsys: Any) -> None:
+def test_a_run_that_may_not_go_on_ends_with_5(recipe_file: Path, proof: Proof, capsys: Any) -> None:
     with pytest.raises(RewardError) as caught:
         run(recipe_file, "failing", None)
     directory = recipe_file.parent / "failing"
@@ -81,7 +79,7 @@ def test_a_run_that_may_not_go_on_ends_with_5(recipe_file: Path, proof: Callable
     proof(f"exit code 5 in status.json; {saved.name} holds the sample")
 
 
-def test_known_answers_without_a_model(rlgen: Callable[..., subprocess.CompletedProcess[str]], recipe_file: Path) -> None:
+def test_known_answers_without_a_model(rlgen: Run, recipe_file: Path) -> None:
     result = rlgen("rewards", "test", recipe_file, "--json", "--rows", 2)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)

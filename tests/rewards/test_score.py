@@ -63,6 +63,12 @@ def test_a_reward_of_a_group_gets_lists_and_gives_a_list(scorer):
     assert [sample.reward for sample in scored.samples] == [None, 2.0]
 
 
+def test_a_reward_of_a_group_is_not_called_for_a_group_whose_samples_were_all_too_old(scorer):
+    build = scorer("def f(completions): return [float(max(map(len, completions)))] * len(completions)")
+    dropped, scored = build.score([replace(group("a"), samples=()), group("abc", "b", group_id=18)], 2)
+    assert dropped.samples == () and [sample.reward for sample in scored.samples] == [3.0, 3.0]
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -150,6 +156,7 @@ def test_no_more_async_calls_run_at_once_than_the_recipe_says(scorer, scoring, m
     [
         ("def f(completion): return float('nan')", "returned nan; a reward is a finite number, or None"),
         ("def f(completion): return float('inf')", "inf"),
+        ("def f(completion): return -1e39", "returned -1e+39; a reward is a finite number"),
         ("def f(completion): return '1.0'", "sample 0: returned '1.0'"),
         ("def f(completion): return [1.0]", "[1.0]"),
         ("def f(completions): return [1.0]", "a list of 2"),

@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import CPU
+from helpers.before import before
 from helpers.samples import make_sample
 
 from rlgen.rollout import batch
-from rlgen.rollout.batch import Prompts, balanced, collate, deal, differencing, even, plan
+from rlgen.rollout.batch import Prompts, collate, deal, differencing, even, plan
 from rlgen.rollout.sample import sample_seed
 from rlgen.rollout.samples import Samples
 
@@ -78,12 +79,11 @@ def test_a_row_as_costly_as_all_others_leaves_these_within_the_budget(longest: f
     """Attention makes one long row cost as much as a pass of many short ones: the highest cost stays, however many passes."""
     divided, limit = list[Any](), 16384
 
-    def counted(*given: Any) -> Any:
+    def count(*given: Any) -> None:
         divided.append(given)
         assert len(divided) <= 100, "no end"
-        return balanced(*given)
 
-    monkeypatch.setattr(batch, "balanced", counted)
+    before(batch, "balanced", count, monkeypatch.setattr)
     for seed in range(4):
         draws = random.Random(seed)
         own = [min(int(limit * longest) - 200, int(draws.expovariate(1 / (limit * 0.2)))) for _ in range(64)]

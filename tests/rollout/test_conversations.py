@@ -23,10 +23,9 @@ from rlgen.models.tiny import byte_tokenizer
 from rlgen.processes import Processes
 from rlgen.rollout.answers import check_answers
 from rlgen.rollout.conversations import Conversations, turn_seed
-from rlgen.rollout.sample import rollout, sample_seed, turns_apart
+from rlgen.rollout.sample import first_tokens, rollout, sample_seed, turns_apart
 from rlgen.rollout.samples import Samples
 from rlgen.rollout.score import score
-from rlgen.trainers.evaluate import first_tokens
 from rlgen.types import WHOLE, Completion, Prompt, Request, Sample, Sampling, Span, ids_of, turns_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -2,23 +2,26 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import RECIPE, ROOT, read_jsonl, tiny_model
+from helpers.recipes import problems
+from helpers.rollouts import rollout_writer
 
 from rlgen.cli.replay import replay_command
 from rlgen.cli.train import train_command
 from rlgen.engines.transformers import TransformersEngine
-from rlgen.errors import EngineError, Fault, RecipeError, SentinelError, ToolError
+from rlgen.errors import EngineError, Fault, SentinelError, ToolError
 from rlgen.models.tiny import byte_tokenizer
-from rlgen.recipe import load_recipe
 from rlgen.rollout.answers import check_answers
 from rlgen.rollout.custom import Answer, Ask, CustomRollout, Function, Handle, Rolled
 from rlgen.rollout.read import read_rollouts
-from rlgen.rollout.sample import requests_for
+from rlgen.rollout.sample import build_groups, requests_for
+from rlgen.rollout.samples import Samples
 from rlgen.types import Completion, Prompt, Sampling, Span, ids_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -74,15 +77,12 @@ def test_what_was_not_sampled_is_masked(engine: TransformersEngine) -> None:
         second = handle.generate([Ask(*place, after=ids) for place, ids in zip(PLACES, before, strict=True)])
         kept.update(zip(PLACES, zip(first, second, strict=True), strict=True))
         return [
-            Rolled(
-                *place,
-                [*ids, *other.ids],
-                [None, *one.logp[:4], *[None] * (len(ids) - 1 - len(one.ids[:4])), *other.logp],
-            )
+            Rolled(*place, [*ids, *other.ids], [None, *one.logp[:4], *[None] * (len(ids) - 1 - len(one.ids[:4])), *other.logp])
             for place, ids, one, other in zip(PLACES, before, first, second, strict=True)
         ]
 
-    for place, completion in zip(PLACES, sampled(engine, forced), strict=True):
+    found = sampled(engine, forced)
+    for place, completion in zip(PLACES, found, strict=True):
         one, other = kept[place]
         length = len(one.ids[:4])
         end = length + 3 + len(other.ids)
@@ -92,6 +92,7 @@ def test_what_was_not_sampled_is_masked(engine: TransformersEngine) -> None:
         expected = np.array([np.nan, *one.logp[:4], np.nan, np.nan, *other.logp], dtype=np.float32)
         assert completion.logp.tobytes() == expected.tobytes()
         assert completion.finish_reason == ("stop" if other.stopped else "length") and len(completion.token_ids) <= 24
+    assert all(text[0] == "<" and "ok" in text for text in texts_of(found))
     assert len({answer.ids[0] for pair in kept.values() for answer in pair}) > 4, "each request has a seed of its own"
 
 
@@ -108,6 +109,24 @@ def test_an_answer_may_be_cut_and_gone_on_with(engine: TransformersEngine) -> No
         assert completion.spans == (Span(0, len(completion.token_ids), 0),)
 
 
+def test_sampled_ids_may_be_masked(engine: TransformersEngine) -> None:
+    """What the engine sampled after them is still proved: they are among the ids before it."""
+    whole = sampled(engine, as_it_came)
+
+    def masked(prompts: Sequence[Prompt], handle: Handle) -> list[Rolled]:
+        return [
+            replace(one, logp=[None if place in (0, 2) else logp for place, logp in enumerate(one.logp)])
+            for one in as_it_came(prompts, handle)
+        ]
+
+    for one, other in zip(sampled(engine, masked), whole, strict=True):
+        length = len(one.token_ids)
+        assert length > 4 and one.spans == (Span(1, 2, 0), Span(3, length, 0))
+        assert np.flatnonzero(np.isnan(one.logp)).tolist() == [0, 2]
+        assert np.array_equal(one.token_ids, other.token_ids) and one.finish_reason == other.finish_reason
+        assert np.delete(one.logp, [0, 2]).tobytes() == np.delete(other.logp, [0, 2]).tobytes()
+
+
 def changed(how: str) -> Function:
     def function(prompts: Sequence[Prompt], handle: Handle) -> list[Rolled]:
         rolled = as_it_came(prompts, handle)
@@ -117,6 +136,10 @@ def changed(how: str) -> Function:
             ids[2] += 1
         if how == "log-prob":
             logp[1] = float(np.nextafter(np.float32(logp[1]), np.float32(0)))
+        if how == "masked":  # and another id than the engine sampled
+            ids[2], logp[2] = ids[2] + 1, None
+        if how == "log-prob after a masked id":
+            logp[1:3] = [None, logp[1]]
         if how == "shifted":
             logp = [*logp[1:], logp[0]]
         if how == "other prompt":
@@ -160,6 +183,8 @@ def changed(how: str) -> Function:
     [
         ("id", r"id \d+ at place 2 has the log-prob .*did not sample it with this log-prob after the 2 ids before it"),
         ("log-prob", "at place 1 has the log-prob"),
+        ("masked", "at place 3 has the log-prob .* after the 3 ids before it"),
+        ("log-prob after a masked id", "at place 2 has the log-prob"),
         ("shifted", "at place 0 has the log-prob"),
         ("other prompt", "at place 0 has the log-prob"),
         ("inserted", "id 65 at place 1 has the log-prob -0.5,"),
@@ -200,26 +225,39 @@ def test_the_rollout_of_the_page(engine: TransformersEngine) -> None:
     names: dict[str, Any] = {}
     exec(page.split("```python\n")[1].split("```")[0].replace("THINKING = 200", "THINKING = 5"), names)
     wait = byte_tokenizer()("\nWait.").input_ids
-    for completion in sampled(engine, names["think_longer"]):
+    found = sampled(engine, names["think_longer"])
+    for completion in found:
         ids, (first, second) = completion.token_ids.tolist(), completion.spans
         assert ids[first.stop : second.start] == wait and first.stop <= 5 and second.stop == len(ids)
+    assert all("\nWait." in text[1:] for text in texts_of(found))
+
+
+def texts_of(found: list[Completion]) -> list[str]:
+    """What a reward gets as `completion`, and the rollouts have: the text of all ids but the stop token at the end."""
+    groups = build_groups(PROMPTS, requests_for(PROMPTS, SIZE, 3), found, SAMPLING, byte_tokenizer())
+    samples = [sample for group in groups for sample in group.samples]
+    writer = rollout_writer(Path(), prompt_at=lambda position: PROMPTS[position % 2], stop_ids=SAMPLING.stop_ids)
+    texts, _ = writer.texts(Samples.of(samples))
+    writer.close()
+    assert [*map(writer.text_of, samples)] == texts["completion"].to_pylist() == [sample.completion for sample in samples]
+    for sample in samples:
+        ids = sample.completion_ids[: len(sample.completion_ids) - (sample.finish_reason == "stop")]
+        assert sample.completion == byte_tokenizer().decode(ids, skip_special_tokens=True)
+    return [sample.completion for sample in samples]
 
 
 MINE = """\
 from rlgen.rollout.custom import Ask, Rolled
 
 
-def plain(prompts, engine):
+def plain(prompts, engine, start=()):
     places = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(engine.group_size)]
-    answers = engine.generate([Ask(*place) for place in places])
-    return [Rolled(*place, one.ids, one.logp) for place, one in zip(places, answers)]
+    answers = engine.generate([Ask(*place, after=start) for place in places])
+    return [Rolled(*place, [*start, *one.ids], [None] * len(start) + [*one.logp]) for place, one in zip(places, answers)]
 
 
 def forced(prompts, engine):
-    places = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(engine.group_size)]
-    start = engine.encode(">")
-    answers = engine.generate([Ask(*place, after=start) for place in places])
-    return [Rolled(*place, [*start, *one.ids], [None, *one.logp]) for place, one in zip(places, answers)]
+    return plain(prompts, engine, engine.encode(">"))
 """
 
 
@@ -255,8 +293,5 @@ def test_a_run_with_one_that_changes_nothing_is_the_same(tmp_path: Path, capsys:
         ("rollout.use=mine", "`mine` is not a file.py:function or pkg.mod:function"),
     ],
 )
-def test_what_contradicts_it_is_refused(tmp_path: Path, change: str, text: str) -> None:
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
-    with pytest.raises(RecipeError) as caught:
-        load_recipe(tmp_path / "recipe.yaml", ["rollout.use=mine.py:plain", change])
-    assert text in str(caught.value)
+def test_what_contradicts_it_is_refused(recipe_file: Path, change: str, text: str) -> None:
+    assert text in "\n".join(problems(recipe_file, "rollout.use=mine.py:plain", change))

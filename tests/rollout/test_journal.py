@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import Proof, tiny_model
+from helpers.before import before
 from helpers.journals import (
     FACTS,
     REQUEST,
@@ -28,26 +29,20 @@ from helpers.journals import (
     rewarded,
     scored_again,
 )
+from helpers.recipes import recipe_for
 from helpers.scripted import dialogue
 
 from rlgen.engines.base import EngineCapabilities
 from rlgen.engines.plan import EnginePlan
 from rlgen.errors import CheckpointError
-from rlgen.files import flush_to_disk
 from rlgen.models.weights import bits
 from rlgen.processes import EngineShare, Processes
-from rlgen.recipe import Recipe
+from rlgen.rollout import journal as module
 from rlgen.rollout.frames import AnswerRecord, parse_frames, read_frames
 from rlgen.rollout.journal import Journal
 from rlgen.setup.trainer import open_journal
 from rlgen.trainers.saving import Saver
-from rlgen.types import (
-    Group,
-    Position,
-    Span,
-)
-
-ABILITIES = EngineCapabilities()
+from rlgen.types import Group, Position, Span
 
 
 def test_log_probs_come_back_to_the_last_bit(tmp_path: Path) -> None:
@@ -67,7 +62,7 @@ def test_log_probs_come_back_to_the_last_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(63)
-def test_half_a_record_is_left_out_and_the_next_one_stands_alone(tmp_path: Path, proof: Callable[[str], None]) -> None:
+def test_half_a_record_is_left_out_and_the_next_one_stands_alone(tmp_path: Path, proof: Proof) -> None:
     said: list[str] = []
     journal = opened(tmp_path)
     answer_each(journal, 2, range(3))
@@ -86,7 +81,7 @@ def test_half_a_record_is_left_out_and_the_next_one_stands_alone(tmp_path: Path,
 
 
 @pytest.mark.fault(65)
-def test_a_changed_bit_costs_its_record_and_is_said(tmp_path: Path, proof: Callable[[str], None]) -> None:
+def test_a_changed_bit_costs_its_record_and_is_said(tmp_path: Path, proof: Proof) -> None:
     journal = opened(tmp_path)
     answer_each(journal, 2, range(3), -1.5)
     path = tmp_path / "step_000002.bin"
@@ -152,12 +147,11 @@ def test_a_file_that_is_retired_while_a_save_flushes_it_is_no_error(tmp_path: Pa
     journal = opened(tmp_path)
     answer_each(journal, 2)
 
-    def retired_before(path: Path) -> None:
+    def retire(path: Path) -> None:
         if path.is_file():
             path.unlink()
-        flush_to_disk(path)
 
-    monkeypatch.setattr("rlgen.rollout.journal.flush_to_disk", retired_before)
+    before(module, "flush_to_disk", retire, monkeypatch.setattr)
     journal.flush(2)
     assert not (tmp_path / "step_000002.bin").exists()
 
@@ -191,9 +185,7 @@ def test_nothing_of_a_step_is_read_before_it_is_asked_for(tmp_path: Path, monkey
     for step in (1, 2, 3):
         answer_each(journal, step)
     read: list[str] = []
-    module = Journal.records.__globals__
-    real = module["read_frames"]
-    monkeypatch.setitem(module, "read_frames", lambda path: read.append(path.name) or real(path))
+    before(module, "read_frames", lambda path: read.append(path.name), monkeypatch.setattr)
     again = opened(tmp_path, done=1)
     assert max(again.files) == 3 and read == []
     assert found(again, step=2) and read == ["step_000002.bin"]
@@ -341,12 +333,11 @@ def test_it_costs_little(tmp_path: Path) -> None:
 def journal_of_a_run(folder: Path, base: str | None = None, tools: str | None = None, **engine: object) -> Journal:
     """As a trainer opens it, with an engine of these settings, an adapter on the weights of this digest, and such tools."""
     settings = {"kind": "colocated", **engine}
-    rest = {"data": {"source": "task:sort"}, "rewards": [{"use": "exact_match"}]}
-    recipe = Recipe.model_validate({"run": {"name": "r"}, "model": {"path": "tiny:qwen3"}, "engine": settings, **rest})
+    recipe = recipe_for("tiny:qwen3", engine=settings)
     directory, console = SimpleNamespace(journal=folder), SimpleNamespace(say=print)
     attempt = SimpleNamespace(recipe=recipe, directory=directory, console=console, processes=Processes.alone())
     facts = replace(FACTS, plan=EnginePlan.of(recipe.engine_needs, "m").digest())
-    models, open_engine = SimpleNamespace(base=base), SimpleNamespace(facts=lambda: facts, abilities=ABILITIES)
+    models, open_engine = SimpleNamespace(base=base), SimpleNamespace(facts=lambda: facts, abilities=EngineCapabilities())
     both = SimpleNamespace(
         state=SimpleNamespace(models=models),
         engine=open_engine,

@@ -1,33 +1,26 @@
 """Rollouts of a step that was trained, in the place of its records: they answer and reward as the journal did."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import Proof
 from helpers import samples
 from helpers.journals import FACTS, SAMPLING, answer_one, attempt, group_of, opened, rewarded, scored_again
+from helpers.rollouts import rollout_writer
 
-from rlgen.models.tiny import byte_tokenizer
 from rlgen.rollout.journal import Journal
 from rlgen.rollout.parquet import Rollout
 from rlgen.rollout.samples import Samples
 from rlgen.run.directory import RunDirectory
-from rlgen.run.rollouts import RolloutWriter
-from rlgen.types import Completion, Prompt, Request, Span, logp_of
-
-
-def one_prompt(position: int) -> Prompt:
-    """Of the group in `group_of`."""
-    return replace(group_of(7).prompt, position=position)
+from rlgen.types import Completion, Request, Span, logp_of
 
 
 def trained(folder: Path, kept: bool = False, world: int = 1) -> Journal:
     """A step that was sampled, scored and trained, by one of the processes or half of it by each of two; then it was killed."""
-    directory = folder / "rollouts"
     journals = [opened(folder / "journal", rank=rank) for rank in range(world)]
     group = group_of(7, 8)
     sampled: dict[str, Any] = {"spans": (Span(0, 1, 0),), "cached_tokens": 2}
@@ -40,29 +33,17 @@ def trained(folder: Path, kept: bool = False, world: int = 1) -> Journal:
         journals[-1].kept.add(1)
     for rank, journal in enumerate(journals):
         rows = [replace(sample, sampler_logp=logp, **sampled) for sample in scored.samples]
-        writer = RolloutWriter(
-            folder=directory,
+        writer = rollout_writer(
+            folder,
             rank=rank,
             world=world,
-            prompt_at=one_prompt,
-            tokenizer=byte_tokenizer(),
-            stop_ids=(259,),
-            every=1,
-            keep=None,
-            needed=lambda: 0,
+            prompt_at=lambda position: replace(group.prompt, position=position),
             stamp=lambda rollout, journal=journal: journal.stamp(rollout, SAMPLING),
             on_disk=journal.retire,
         )
         own = Samples.of(rows[rank::world], ["a", "b"])
-        writer.write(
-            Rollout(
-                step=1,
-                samples=own,
-                policy_logp=own.sampler_logp,
-                advantage=np.zeros(len(own)),
-                trained=np.ones(len(own), dtype=bool),
-            )
-        )
+        nothing, all_of_them = np.zeros(len(own)), np.ones(len(own), dtype=bool)
+        writer.write(Rollout(step=1, samples=own, policy_logp=own.sampler_logp, advantage=nothing, trained=all_of_them))
         writer.wait()
         writer.close()
     return journals[0]
@@ -140,7 +121,7 @@ def test_what_is_no_answer_is_refused_in_the_same_words(tmp_path: Path, change: 
 
 @pytest.mark.slow
 @pytest.mark.fault(65)
-def test_a_changed_bit_of_rollouts_costs_them_and_is_said(tmp_path: Path, proof: Callable[[str], None]) -> None:
+def test_a_changed_bit_of_rollouts_costs_them_and_is_said(tmp_path: Path, proof: Proof) -> None:
     trained(tmp_path)
     resumed(tmp_path)
     path = tmp_path / "journal" / "step_000001.parquet"

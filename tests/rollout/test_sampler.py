@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
-from conftest import read_jsonl
+from conftest import Proof, read_jsonl
 from helpers.journals import attempt
 from helpers.samples import completion
 from helpers.waiting import HANGS
@@ -24,8 +24,6 @@ from rlgen.rollout.journal import Journal
 from rlgen.rollout.sampler import Ahead, Sampler
 from rlgen.setup import trainer
 from rlgen.types import Completion, Group, Prompt, Request, Sampling, Span, ids_of
-
-Proof = Callable[[str], None]
 
 STEPS, SIZE = 5, 2
 Answers = Future[list[Completion]]
@@ -133,8 +131,15 @@ def test_a_step_ahead_is_one_version_old_and_strictly_on_policy_none(ahead: int,
     assert engine.asked == [(2 * step, 2 * step + 1) for step in range(1, STEPS + 1)]  # each once, none after the last
 
 
+def test_a_process_without_a_share_of_the_prompts_samples_nothing_ahead() -> None:
+    taken = sampler(engine := Scripted(), ahead=1)
+    taken.ahead = replace(taken.ahead, prompts_of=lambda step: ())
+    assert [taken.groups(step, ()) for step in (1, 2)] == [([], 0), ([], 0)]
+    assert engine.asked == [] and taken.pending == {}
+
+
 @pytest.mark.fault(59)
-def test_older_ones_are_dropped_and_counted(proof: Callable[[str], None]) -> None:
+def test_older_ones_are_dropped_and_counted(proof: Proof) -> None:
     engine = Scripted(age=lambda place: 2 if place == 1 else 0)
     taken = sampler(engine, ahead=1, max_staleness=2)
     engine.version = 3
@@ -170,7 +175,7 @@ def test_a_failure_in_the_background_is_raised_by_the_step_it_belongs_to() -> No
 
 @pytest.mark.fault(59)
 def test_a_step_without_samples_trains_nothing_and_is_counted(
-    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, proof: Callable[[str], None]
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof
 ) -> None:
     real = trainer.Sampler.groups
 

@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import read_jsonl
+from helpers.recipes import written
 from helpers.scripted import Scripted, dialogue, in_threads
+from helpers.torchrun import ALONE, torchrun
 from kills import ENGINES, KILLS, ROOT, Kill, Kills
 from rollout.talking import STOPS
 
@@ -108,8 +110,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scripted]:
 
 
 def test_a_run_writes_and_shows_its_conversations(scripted: Scripted, tmp_path: Path) -> None:
-    recipe, run = tmp_path / "recipe.yaml", tmp_path / "run"
-    recipe.write_text(RECIPE)
+    recipe, run = written(tmp_path, RECIPE), tmp_path / "run"
     (tmp_path / "rewards.py").write_text(REWARD)
     train_command(recipe, ["engine={kind: transformers}", "run.steps=2", "optim.warmup_steps=0"], False, False, None, run)
     assert scripted.closed
@@ -132,9 +133,8 @@ def test_a_run_writes_and_shows_its_conversations(scripted: Scripted, tmp_path: 
     # the journal of a resumed run reads the same columns, without the last message
     (part,) = parts_of(run / "rollouts" / "step_000002.parquet")
     found = read_part(part)
-    assert found is not None and [json.loads(one) for one in found[0].messages] == [
-        json.loads(row["messages"])[:-1] for row in rows
-    ]
+    assert found is not None
+    assert [json.loads(one) for one in found[0].messages] == [json.loads(row["messages"])[:-1] for row in rows]
     assert from_rollouts(run, 2).counts == tuple(dict(row["tool_counts"]) for row in rows)  # type: ignore[union-attr]
     query = Query(text="turn 1 of 2")  # of a message that is not the last one
     shown = read_rows(run, find_rollouts(run, query), slice(0, 100))
@@ -222,9 +222,8 @@ def test_killed_while_weights_change_under_conversations(talks: Talks, monkeypat
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_two_processes_sample_the_same_conversations(talks: Talks) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     found, metrics = [], []
-    for name, program in {"one": [sys.executable], "two": launcher}.items():
+    for name, program in {"one": ALONE, "two": torchrun()}.items():
         ended = talks.start([*program, *talks.command("colocated", talks.folder / name)[1:], "--max-steps", "3"])
         assert ended.returncode == 0, ended.stderr[-3000:]
         found.append(from_rollouts(talks.folder / name, 1))

@@ -7,6 +7,7 @@ from itertools import count
 from typing import Any
 
 import psutil
+from helpers.before import before
 
 from rlgen.run.sinks import worker
 from rlgen.run.sinks.tracker import Opening, Tracker
@@ -41,16 +42,8 @@ def arm(how: str) -> None:
 
     def open_tracker(settings: dict[str, Any], opening: Opening) -> Tracker:
         tracker = opened(settings, opening)
-        holder, name = CALLS[type(tracker).__name__]
-        library = getattr(tracker, holder)
-        real, calls = getattr(library, name), count(1)
-
-        def call(*arguments: Any, **named: Any) -> Any:
-            if next(calls) == THIRD:
-                globals()[how]()
-            return real(*arguments, **named)
-
-        setattr(library, name, call)
+        (holder, name), calls = CALLS[type(tracker).__name__], count(1)
+        before(getattr(tracker, holder), name, lambda *_: globals()[how]() if next(calls) == THIRD else None)
         return tracker
 
     worker.open_tracker = open_tracker

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from helpers.damage import flip
 from helpers.in_processes import train_in
 from helpers.samples import TEXTS
 
@@ -74,10 +75,7 @@ def damage(folder: Path, processes: Processes) -> Any:
         learn_together(own)
         path = save_parts(checkpoints, step, own)
     if processes.is_main:
-        file = sorted((path / "state" / "weights").iterdir())[-1]
-        content = bytearray(file.read_bytes())
-        content[-1] ^= 1
-        file.write_bytes(content)
+        flip(sorted((path / "state" / "weights").iterdir())[-1], 1)
     processes.gather([None])
     chosen = checkpoints.choose()
     return [chosen.step, [path.name for path in chosen.later], *chosen.notices]

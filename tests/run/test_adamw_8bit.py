@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.packages import installed
+from helpers.recipes import problems, written
 from recipe.mistakes import RECIPE
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from rlgen.cli.train import train_command
-from rlgen.errors import RecipeError, SetupError
-from rlgen.recipe import load_recipe
+from rlgen.errors import SetupError
 from rlgen.run.state import load_optimizer, optimizer_tensors
 from rlgen.setup.train_state import adamw_8bit
 
@@ -86,7 +86,5 @@ def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyP
 
 
 def test_shards_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(RECIPE.replace("RUNS", "runs") + "processes: {strategy: fsdp}\noptim: {kind: adamw_8bit}\n")
-    with pytest.raises(RecipeError, match=r"set optim\.kind to adamw, or processes\.strategy to ddp"):
-        load_recipe(path)
+    path = written(tmp_path, RECIPE.replace("RUNS", "runs") + "processes: {strategy: fsdp}\noptim: {kind: adamw_8bit}\n")
+    assert any("set optim.kind to adamw, or processes.strategy to ddp" in line for line in problems(path))

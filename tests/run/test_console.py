@@ -4,20 +4,12 @@ import io
 import json
 
 import pytest
+from helpers.recipes import recipe_for
 from rich.cells import cell_len
 
 from rlgen.errors import UsageError
-from rlgen.recipe import Recipe
 from rlgen.run.clock import as_clock, remaining
-from rlgen.run.console import (
-    Console,
-    Example,
-    JsonConsole,
-    check_progress,
-    in_thousands,
-    step_line,
-    takes_live_view,
-)
+from rlgen.run.console import Console, Example, JsonConsole, check_progress, in_thousands, step_line, takes_live_view
 from rlgen.run.live import LiveConsole, open_console
 
 RECORD = {
@@ -30,14 +22,7 @@ RECORD = {
     "time/step": 2.0,
 }
 EVALUATED = {"eval/reward/mean": 0.531, "eval/reward/mean_low": 0.48, "eval/reward/mean_high": 0.582, "eval/pass@1": 0.5}
-RECIPE = Recipe.model_validate(
-    {
-        "run": {"name": "demo", "steps": 100},
-        "model": {"path": "tiny:qwen3"},
-        "data": {"source": "task:sort"},
-        "rewards": [{"use": "exact_match"}],
-    }
-)
+RECIPE = recipe_for("tiny:qwen3", run={"name": "demo", "steps": 100})
 
 
 class Screen(io.StringIO):

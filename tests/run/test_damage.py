@@ -15,6 +15,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from conftest import Proof
+from helpers.damage import flip
 from helpers.torchrun import launch, well
 from helpers.train_state import Parts, equal, learn, parts, position, save_parts, state
 from helpers.waiting import HANGS
@@ -32,7 +34,6 @@ from rlgen.run.state import optimizer_tensors, save_shards
 
 HERE = Path(__file__).parent
 ALONE = Processes.alone()
-Proof = Callable[[str], None]
 
 
 @pytest.fixture(scope="module")
@@ -155,12 +156,6 @@ def test_a_checkpoint_under_another_name_is_not_taken_for_a_later_one(folder: Pa
 
 
 # --- damage --------------------------------------------------------------------------------------------------------------
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    path.write_bytes(content)
 
 
 def every_bit_is_noticed(files: Sequence[Path], check: Callable[[], object]) -> None:

@@ -7,12 +7,12 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import read_jsonl
+from conftest import Proof, read_jsonl
 from helpers.before import before
 from helpers.disk import fill, mounted
 from helpers.waiting import HANGS
@@ -22,8 +22,6 @@ from rlgen.files import appears, private_files, read_json, write_json, write_tex
 from rlgen.metrics import Metric
 from rlgen.run import directory as module
 from rlgen.run.directory import RunDirectory, read_records
-
-Proof = Callable[[str], None]
 
 
 @pytest.fixture
@@ -136,6 +134,13 @@ def test_a_lock_that_cannot_be_had_is_not_one_that_is_held(
     proof(f"flock: {os.strerror(code)}; asked {len(asked)} times, exit {caught.value.exit_code}")
 
 
+def test_a_lock_that_was_removed_with_its_folder_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE", 0.0)
+    before(fcntl, "flock", lambda *_: shutil.rmtree(tmp_path / "run"), monkeypatch.setattr)  # by a start that failed
+    with pytest.raises(UsageError, match="in use by a running rlgen"):
+        RunDirectory.create(tmp_path / "run", "recipe", "resolved")
+
+
 @pytest.mark.fault(70)
 def test_what_is_seen_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof) -> None:
     (tmp_path / "run").mkdir()
@@ -168,6 +173,31 @@ def test_a_line_that_was_cut_within_a_character_is_no_step(run: RunDirectory) ->
 def test_metrics_of_earlier_versions_have_their_names_of_today(run: RunDirectory) -> None:
     run.write_metrics({"step": 1, "is/raw_mean": 1.0, "groups/replaced": 2})
     assert read_records(run.metrics) == [{"step": 1, Metric.IS_RATIO_MEAN: 1.0, Metric.GROUPS_RESAMPLED: 2}]
+
+
+@pytest.mark.parametrize("damaged", ["", '{"step": 1, "st', "[]", "null", "\udce4"])
+def test_a_damaged_status_is_said_and_written_again(run: RunDirectory, damaged: str) -> None:
+    run.status_file.write_text(damaged, errors="surrogateescape")
+    assert run.status()["state"] == "unknown"
+    assert (
+        run.status()["message"] == f"{run.status_file} is damaged; --resume goes on from the last checkpoint, and writes it again"
+    )
+    run.write_status("running", 1, 9)
+    assert run.status()["state"] == "running"
+
+
+@pytest.mark.parametrize("damaged", ["", '[{"rlgen": ', "{}"])
+def test_a_damaged_provenance_is_no_missing_one(run: RunDirectory, damaged: str) -> None:
+    run.provenance.write_text(damaged)
+    with pytest.raises(
+        CheckpointError, match=r"provenance\.json is damaged; bring it back, or delete it: --resume then cannot check data"
+    ):
+        run.attempts(run.path)
+
+
+def test_a_line_without_a_step_is_left_out(run: RunDirectory) -> None:
+    run.metrics.write_text('{"a": 1}\n{"step": null}\n{"step": 2}\n[1]\n')
+    assert run.read_metrics() == [{"step": 2}]
 
 
 # --- --clean -----------------------------------------------------------------------------------------------------------------
@@ -229,7 +259,7 @@ def test_what_clean_refuses(run: RunDirectory, tmp_path: Path, monkeypatch: pyte
         (home.parent, "home directory"),
         (Path.cwd(), "working directory"),
         (link, "is a link"),
-        (other, "holds no status.json of a run of rlgen"),
+        (other, "holds no status.json of a run of rlgen; if it may go, remove it yourself; nothing was deleted"),
         (home / "runs", "holds no status.json"),
         (tmp_path / "linked_status", "holds no status.json"),
         (tmp_path / "file", "is not a folder"),

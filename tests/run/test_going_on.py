@@ -11,18 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import RECIPE, read_jsonl, tiny_model
+from conftest import RECIPE, Proof, read_jsonl, tiny_model
 from helpers.before import before
+from helpers.damage import flip
 from helpers.disk import fill, mounted
 from helpers.rollouts import records_but_times
 from helpers.spread import SPREAD
 from helpers.waiting import until
 from safetensors.torch import load_file, save_file
-from test_damage import flip, resealed
+from test_damage import resealed
 
 from rlgen.cli.doctor import examine
 from rlgen.cli.train import train_command
-from rlgen.errors import CheckpointError, DamagedCheckpoint, DataError, RlgenError, SetupError, UsageError
+from rlgen.engines.transformers import TransformersEngine
+from rlgen.errors import CheckpointError, DamagedCheckpoint, DataError, RlgenError, ServerLost, SetupError, UsageError
 from rlgen.files import read_json, write_json
 from rlgen.models.tiny import build_tiny
 from rlgen.models.weights import bits
@@ -37,7 +39,6 @@ from rlgen.run.rollouts import RolloutWriter
 from rlgen.setup import trainer, trainer_and_engine
 from rlgen.setup.reopen import MAY_CHANGE
 
-Proof = Callable[[str], None]
 STEPS = 4
 SETTINGS = ["engine={kind: transformers}", f"run.steps={STEPS}", "checkpoint={every: 1, keep: 3}"]
 SETTINGS += ["rollout={prompts_per_step: 2, group_size: 2, max_completion_tokens: 4}"]
@@ -118,14 +119,32 @@ def test_a_damaged_newest_one_is_told_loudly_and_costs_nothing(
     proof("one bit of step 4 flipped: resumed from 3, ended as the undisturbed run to the last bit")
 
 
+@pytest.mark.fault(51)
+def test_an_engine_that_is_lost_while_it_samples_costs_no_trained_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof
+) -> None:
+    def lose(engine: TransformersEngine, *_: Any) -> None:
+        if engine.weight_version == 3:
+            raise ServerLost("http://127.0.0.1:1", "is gone")
+
+    rare = "checkpoint={every: 100, keep: 3}"
+    with monkeypatch.context() as patch, pytest.raises(ServerLost, match="is gone") as caught:
+        before(TransformersEngine, "generate", lose, patch.setattr)
+        train(folder, rare, place="lost")
+    run = folder / "lost"
+    assert caught.value.exit_code == 6 and [record["step"] for record in read_jsonl(run / "metrics.jsonl")] == [1, 2, 3]
+    assert [path.name for path in (run / "checkpoints").glob("step_*")] == ["step_000003"]
+    train(folder, place="lost", resume=True)
+    shutil.rmtree(folder / "run" / "checkpoints" / "step_000002")  # the other run saved no step 2
+    assert ended_alike(run, folder / "run")
+    proof("lost while it sampled for step 4: step 3 is saved, exit 6, and resumed it ended as the undisturbed run")
+
+
 @pytest.mark.fault(65, 48)
 def test_what_cannot_be_gone_on_from_is_known_before_the_engine_opens(
     folder: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof
 ) -> None:
-    def opened(*values: object) -> None:
-        raise AssertionError("the engine was opened")
-
-    monkeypatch.setattr(trainer_and_engine, "build_engine", opened)
+    monkeypatch.setattr(trainer_and_engine, "build_engine", lambda *values: 1 / 0)
     (folder / "run" / "checkpoints" / "step_000002" / "manifest.json").unlink()
     for step in (3, 4):
         flip(folder / "run" / "checkpoints" / f"step_00000{step}" / "state" / "optimizer.safetensors")

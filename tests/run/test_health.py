@@ -1,13 +1,14 @@
 """Rules over metrics: when they are broken, when they are well, and what the recipe makes of it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import read_jsonl
+from conftest import Proof, read_jsonl
+from helpers.recipes import recipe_for
 from helpers.rollouts import records_but_times
 
 from rlgen.algorithms.base import correction_of
@@ -19,14 +20,6 @@ from rlgen.recipe import Recipe, dump_recipe, load_recipe
 from rlgen.recipe.health import HealthRecipe, HealthRule
 from rlgen.run.health import Health, rules_of
 
-Proof = Callable[[str], None]
-SETTINGS = {
-    "run": {"name": "test"},
-    "model": {"path": "tiny:qwen3"},
-    "data": {"source": "task:sort"},
-    "rewards": [{"use": "exact_match"}],
-    "rollout": {"max_completion_tokens": 100},
-}
 # What every trainer of policies measures where nothing is wrong.
 WELL = {
     **{"reward/mean": 0.5, "reward/std": 0.4, "reward/exact_match/failed": 0, "groups/zero_std": 0.2, "updates/done": 2},
@@ -55,7 +48,7 @@ EDGES: dict[str, tuple[str, float, float]] = {
 
 def recipe(**sections: Any) -> Recipe:
     trainer = {"kind": "grpo", "beta": 0.1, "updates_per_rollout": 2}
-    return Recipe.model_validate({**SETTINGS, "trainer": trainer, **sections})
+    return recipe_for("tiny:qwen3", **{"rollout": {"max_completion_tokens": 100}, "trainer": trainer, **sections})
 
 
 def fired(health: Health, values: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:

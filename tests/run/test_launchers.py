@@ -4,13 +4,13 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from conftest import Proof
 from helpers.torchrun import ALONE, ENVIRONMENT, launch, nothing_is_left, recipe, train, train_words
 
 from rlgen import processes
@@ -18,9 +18,7 @@ from rlgen.errors import ProcessError
 from rlgen.processes import EngineShare, Processes, born
 from rlgen.run.launch import Launch, asked_for, check_launch
 
-HERE = Path(__file__).parent
 __all__ = ["nothing_is_left", "recipe"]
-Proof = Callable[[str], None]
 
 
 @pytest.mark.slow

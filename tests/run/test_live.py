@@ -105,14 +105,10 @@ def test_the_curve_of_a_run() -> None:
     assert [line.plain[14:] for line in many] == ["   ▄", "  ▄█", " ▅██", "▅███"], "means of 250 steps each"
 
 
-def styles(view: View, group: str) -> dict[str, str]:
-    return dict(view.judged(cell) for cell in GROUPS[group] if value_in(cell.of, view.last) is not None)
-
-
 def test_colours_say_what_is_bad() -> None:
     """A broken rule is red and has a mark, which is seen without colours; a step beyond a threshold is yellow."""
     view = view_of(**{"grad_norm": 50.0, "entropy": 0.004, "health/entropy": True, "health/grad_norm": False})
-    found = styles(view, "stability")
+    found = dict(view.judged(cell) for cell in GROUPS["stability"] if value_in(cell.of, view.last) is not None)
     assert found["gradient 50.000"] == DOUBTFUL and found["! entropy 0.004"] == BAD and found["updates 1"] == WELL
     assert found["loss -0.0123"] == "", "no rule is about it"
     text = view.group("stability", 80)

@@ -3,14 +3,19 @@
 import shutil
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import read_jsonl
+from helpers.runs import bare_run
 from typer.testing import CliRunner
 
+from rlgen.analysis.run import read_run
+from rlgen.cli import evaluate
 from rlgen.cli.app import app
 from rlgen.rollout.read import rollout_steps
 from rlgen.run.directory import read_records
+from rlgen.setup.change import with_changes
 
 TRAINED_AT = "/tmp/oldrun"  # its recipe says ./model
 
@@ -50,3 +55,14 @@ def test_an_old_run_is_resumed_and_read(old: Path) -> None:
     assert "5 steps" in rlgen("report", "old", "--out", "report.html")
     shutil.copytree(old, old.with_name("copy"))
     assert "copy" in rlgen("compare", "old", "copy")
+
+
+def test_a_key_that_has_no_effect_today_is_no_mistake_of_an_old_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = bare_run(tmp_path / "run", [0.5])
+    resolved = run / "resolved.yaml"
+    resolved.write_text(resolved.read_text().replace("rollout:\n", "rollout:\n  max_staleness: 1\n"))
+    recipe = read_run(run).recipe
+    assert recipe.rollout.max_staleness == 1
+    assert with_changes(resolved, recipe, ["trainer.beta=0.5"])[1] == {"trainer.beta": (0.0, 0.5)}
+    monkeypatch.setattr(evaluate, "read_manifest", lambda _: SimpleNamespace(step=1))
+    assert evaluate.checkpoint_of(recipe, run / "checkpoints" / "step_000001").model == recipe.model

@@ -3,13 +3,12 @@
 import re
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from conftest import read_jsonl
+from conftest import Proof, read_jsonl
 from helpers.rollouts import rollout_rows
 from helpers.torchrun import (
     ALONE,
@@ -35,7 +34,6 @@ from rlgen.processes import Processes
 from rlgen.run.manifest import check_files
 
 __all__ = ["nothing_is_left", "recipe"]
-Proof = Callable[[str], None]
 SHARDED, IMPATIENT = "processes.strategy=fsdp", "processes.timeout=5"
 FAILS = """
 def fails_in_process_1(completion_ids):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import read_jsonl
+from conftest import Proof, read_jsonl
 from helpers.torchrun import (
     ALONE,
     PRECISE,
@@ -38,7 +38,6 @@ from rlgen.run.manifest import check_files
 
 HERE = Path(__file__).parent
 __all__ = ["nothing_is_left", "recipe"]
-Proof = Callable[[str], None]
 SHARDED = "processes.strategy=fsdp"
 
 

@@ -5,12 +5,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
+from conftest import Proof, Run
 from helpers.waiting import HANGS, until
 from kills import ENGINES, RECIPE
 
@@ -20,8 +20,6 @@ from rlgen.cli.train import train_command
 from rlgen.errors import CheckpointError, UsageError
 from rlgen.rollout.frames import AnswerRecord, frame
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
-Proof = Callable[[str], None]
 ENGINE = ["--set", *ENGINES["transformers"]]
 
 

@@ -6,12 +6,12 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
 
 import pytest
-from conftest import read_jsonl
+from conftest import Proof, Run, read_jsonl
 from helpers.torchrun import ALONE, launch
 from helpers.waiting import HANGS, until
 from kills import ENGINES, KILLS, SAVE, Kill, Kills, Outcome
@@ -23,8 +23,6 @@ from rlgen.files import read_json
 from rlgen.rollout.read import read_rollouts, rollout_steps
 from rlgen.run.directory import RunDirectory
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
-Proof = Callable[[str], None]
 STEPS = 6
 ENGINE = ["--set", *ENGINES["transformers"]]
 
@@ -124,28 +122,20 @@ def test_killed_among_further_prompts_with_an_adapter(kills: Kills, proof: Proof
 
 @pytest.mark.slow
 @pytest.mark.fault(63)
-@pytest.mark.parametrize("what", ["preferences", "reference"])
-def test_killed_between_two_updates_or_beside_a_reference(kills: Kills, what: str, proof: Proof) -> None:
-    update = 2 if what == "preferences" else 1
-    kill = Kill(what, f"after update {update}", f"after:torch.optim.adamw:AdamW.step:{update}@4")
-    outcome = resumed(kills, kill, f"killed_{what}")
-    proof(f"{' '.join(ENGINES[what][1:])}: exit -9, {outcome.fired}; resumed and equal")
-
-
-@pytest.mark.slow
-@pytest.mark.fault(63)
 @pytest.mark.parametrize(
-    "instant",
+    ("kind", "instant"),
     [
-        "after:rlgen.trainers.evaluate:Evaluator.groups:1@4",
-        "before:rlgen.run.directory:RunDirectory.write_metrics:1@4",
-        "file:/evals/:1@4",
-        "half:rlgen.run.directory:RunDirectory.write_metrics:1@0",  # of the evaluation before step 1
+        ("preferences", "after:torch.optim.adamw:AdamW.step:2@4"),  # between two updates
+        ("reference", "after:torch.optim.adamw:AdamW.step:1@4"),
+        ("evaluated", "after:rlgen.trainers.evaluate:Evaluator.groups:1@4"),
+        ("evaluated", "before:rlgen.run.directory:RunDirectory.write_metrics:1@4"),
+        ("evaluated", "file:/evals/:1@4"),
+        ("evaluated", "half:rlgen.run.directory:RunDirectory.write_metrics:1@0"),  # of the evaluation before step 1
     ],
 )
-def test_killed_in_an_evaluation(kills: Kills, instant: str, proof: Proof) -> None:
-    outcome = resumed(kills, Kill("evaluated", "in an evaluation", instant), re.sub(r"[^A-Za-z0-9._]", "_", instant))
-    proof(f"evaluated each step: exit -9, {outcome.fired}; resumed and equal")
+def test_killed_in_other_kinds_of_runs(kills: Kills, kind: str, instant: str, proof: Proof) -> None:
+    outcome = resumed(kills, Kill(kind, "at an instant", instant), f"{kind}_{re.sub(r'[^A-Za-z0-9._]', '_', instant)}")
+    proof(f"{' '.join(ENGINES[kind][1:])}: exit -9, {outcome.fired}; resumed and equal")
 
 
 def test_every_instant_is_one_of_the_code() -> None:

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers.before import before
+from helpers.rollouts import rollout_writer
 from helpers.samples import make_sample
 from helpers.waiting import HANGS
 
@@ -94,23 +95,7 @@ def rollout(step: int = 4, rows: tuple[Sample, ...] = ROWS) -> Rollout:
 
 
 def writer(run: Path, **changes: Any) -> RolloutWriter:
-    values: dict[str, Any] = {
-        "folder": run / "rollouts",
-        "rank": 0,
-        "world": 1,
-        "prompt_at": odd_prompt,
-        "tokenizer": byte_tokenizer(),
-        "stop_ids": (259,),
-        "every": 1,
-        "keep": None,
-        "needed": lambda: 10**9,
-        "stamp": lambda rollout: STAMP,
-        "on_disk": lambda step, path: None,
-    }
-    return RolloutWriter(**{**values, **changes})
-
-
-STAMP = {"engine": "e", "sampling": "s", "judge": "j", "weights": {}, "kept": False}
+    return rollout_writer(run, **{"prompt_at": odd_prompt, **changes})
 
 
 def wrote(run: Path, *steps: Rollout, **changes: Any) -> Path:
@@ -128,18 +113,17 @@ def test_every_value_comes_back(tmp_path: Path) -> None:
     assert [(row["group_id"], row["sample_index"]) for row in rows] == [(2, 0), (2, 1), (5, 0), (5, 1)]
     assert [row["trained"] for row in rows] == [False, False, True, True] and {row["step"] for row in rows} == {4}
     assert [row["advantage"] for row in rows] == np.linspace(-1, 1, 4)[[2, 3, 1, 0]].tolist()
-    assert rows[0]["policy_logp"] is None and rows[3]["policy_logp"] == [
-        float(np.float32(-0.1 * n) * np.float32(1.5)) for n in (1, 2, 3)
-    ]
-    assert [row["completion"] for row in rows] == [TEXT, "", byte_tokenizer().decode([11]), TEXT]  # of the last turn
+    assert rows[0]["policy_logp"] is None
+    assert rows[3]["policy_logp"] == [float(np.float32(-0.1 * n) * np.float32(1.5)) for n in (1, 2, 3)]
+    texts = [TEXT, "", byte_tokenizer().decode([7, 8, 9, 10, 11]), TEXT]  # without messages, a completion is one turn
+    assert [row["completion"] for row in rows] == texts
     assert rows[0]["prompt"] == "prompt 2 ?" and rows[2]["prompt_ids"] == [1, 2, 5]
     assert rows[2]["loss_mask"] == [True, True, False, False, True]
     assert rows[2]["spans"] == [{"start": 0, "stop": 2, "version": 3}, {"start": 4, "stop": 5, "version": 4}]
     assert [row["weight_version"] for row in rows] == [3] * 4 and rows[2]["finish_reason"] == "length"
     assert rows[3]["rewards"] == {LABELS[0]: None, LABELS[1]: 0.0} and math.copysign(1, rows[3]["rewards"][LABELS[1]]) == -1
-    assert (
-        rows[3]["reward"] is None and rows[3]["reward_errors"] == [(LABELS[0], "timeout: ü")] and rows[0]["reward_errors"] == []
-    )
+    assert rows[3]["reward"] is None
+    assert rows[3]["reward_errors"] == [(LABELS[0], "timeout: ü")] and rows[0]["reward_errors"] == []
     assert rows[0]["seed"] == 2**61 and rows[3]["cached_tokens"] == 1
     part = read_part(run / "rollouts" / "step_000004.parquet")
     assert part is not None

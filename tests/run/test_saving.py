@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import read_jsonl
+from conftest import RECIPE, read_jsonl
 from helpers.before import before
+from helpers.recipes import written
 from helpers.train_state import equal, learn, parts, position, save_parts, state
 from helpers.waiting import HANGS
 from test_signals import left, train
@@ -127,11 +128,8 @@ def test_a_writer_that_fails_is_heard_at_the_next_look(tmp_path: Path, monkeypat
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from conftest import RECIPE
-
     folder = tmp_path_factory.mktemp("whole")
-    (folder / "recipe.yaml").write_text(RECIPE)
-    assert train(folder / "recipe.yaml", folder / "run", EVERY) == 0
+    assert train(written(folder, RECIPE), folder / "run", EVERY) == 0
     return folder / "run"
 
 

@@ -6,7 +6,6 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -14,8 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import read_jsonl
+from conftest import RECIPE, Proof, read_jsonl
 from helpers.before import before
+from helpers.recipes import written
 from helpers.rollouts import records_but_times
 from helpers.slow import slow_but
 from helpers.spread import SPREAD
@@ -40,7 +40,6 @@ from rlgen.trainers.collect import Collector
 from rlgen.trainers.train_batch import TrainBatch
 from rlgen.trainers.update import Updater
 
-Proof = Callable[[str], None]
 STEPS = 3
 # The transformers engine, so that starts are quick; a checkpoint in mid-run, whose save can be disturbed.
 SETTINGS = [
@@ -112,13 +111,10 @@ def drawing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from conftest import RECIPE
-
     folder = tmp_path_factory.mktemp("whole")
-    (folder / "recipe.yaml").write_text(RECIPE)
     with pytest.MonkeyPatch.context() as patch:
         draw(patch)
-        assert train(folder / "recipe.yaml", folder / "run") == 0
+        assert train(written(folder, RECIPE), folder / "run") == 0
     assert all(row["grad_norm"] > 1e-3 for row in read_jsonl(folder / "run" / "metrics.jsonl"))
     return folder / "run"
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import RECIPE, read_jsonl
+from conftest import RECIPE, Proof, read_jsonl
+from helpers.recipes import written
 from helpers.runs import Row, Words, write_rows
 from helpers.slow import slow_but
 from helpers.waiting import HANGS, until
@@ -29,7 +30,6 @@ from rlgen.run.sinks.worker import LONGEST_TEXT, read_table
 from rlgen.setup.attempt import train
 from rlgen.setup.reopen import TrainOptions
 
-Proof = Callable[[str], None]
 STEPS = 3
 KINDS = ("trackio", "wandb", "tensorboard", "mlflow")
 OVERRIDES = ["engine={kind: transformers}", "eval={limit: 4, every: 2}", "checkpoint={every: 1, keep: 9}"]
@@ -41,11 +41,8 @@ def sinks_of(folder: Path) -> str:
 
 
 def trained(folder: Path, *overrides: str, steps: int = STEPS, resume: bool = False) -> Path:
-    (folder / "recipe.yaml").write_text(RECIPE)
-    run = folder / "run"
-    options = TrainOptions(overrides=[*OVERRIDES, *overrides], run_dir=run, max_steps=steps, resume=resume)
-    train(folder / "recipe.yaml", options)
-    return run
+    options = TrainOptions(overrides=[*OVERRIDES, *overrides], run_dir=folder / "run", max_steps=steps, resume=resume)
+    return train(written(folder, RECIPE), options)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from helpers.torchrun import farthest, launch, recipe_of, weights, well
 from helpers.train_state import equal, learn_together, loaded, parts, state
 from helpers.waiting import HANGS
 from safetensors.torch import load_file
-from test_sharded import FIRST, GROUPS, HALF, SECTIONS, SHARDED, WAYS, Alone, alone, same
+from test_sharded import CONTEXT, FIRST, GROUPS, HALF, SECTIONS, SHARDED, SPLIT, WAYS, Alone, alone, same
 
 from rlgen.analysis.run import read_run
 from rlgen.cli.evaluate import evaluate_target
@@ -40,6 +40,8 @@ DEEDS = [
     *(f"train {name} {SHARDED} {WAYS[name]}" for name in ("packed", "adapter")),
     f"train half {SHARDED} {HALF} {FIRST} {GROUPS}",
     f"doctor healthy {SHARDED}",
+    f"train packed_split {SPLIT} {FIRST}",
+    f"train packed_split {CONTEXT}",
     f"refuse refused {SHARDED}",
     "replay packed 2",
     "damage damaged",
@@ -86,9 +88,10 @@ def test_ways_on_vllm_and_servers(fast: Path) -> None:
 
 @pytest.mark.path("grpo", "transformers", "fsdp", "float32", "packed", "full")
 @pytest.mark.path("grpo", "transformers", "fsdp", "float32", "packed", "lora")
-@pytest.mark.parametrize("way", ["packed", "adapter"])
-def test_two_processes_learn_on_default_settings_what_one_learns(fast: Path, alone: Alone, way: str) -> None:
-    same(fast / way, alone(way))
+@pytest.mark.parametrize("way", ["packed", "adapter", "packed_split"])
+def test_two_processes_learn_what_one_learns(fast: Path, alone: Alone, way: str) -> None:
+    """On default settings, and with layers that they split in the first step, and tokens that they share out in the second."""
+    same(fast / way, alone(way.partition("_")[0]))
     assert {record["tokens/padding"] for record in read_jsonl(fast / way / "metrics.jsonl")} == {0}, "rows are packed"
 
 
@@ -104,11 +107,8 @@ def test_in_bfloat16_one_process_computes_the_same_but_for_rounding(fast: Path) 
 @pytest.mark.path("rloo", "colocated", "fsdp", "bfloat16", "packed", "full")
 @pytest.mark.vllm
 def test_vllm_in_two_processes_takes_sharded_weights_in_bfloat16(fast: Path) -> None:
-    records = read_jsonl(fast / "vllm" / "metrics.jsonl")
-    assert [record["weights/version"] for record in records] == [1, 2]
-    assert all(
-        record["grad_norm"] > 0 and record["sampler/delta_mean"] > 0 and not record["sentinel/drift"] for record in records
-    )
+    learned(fast / "vllm")
+    assert all(record["sampler/delta_mean"] > 0 for record in read_jsonl(fast / "vllm" / "metrics.jsonl"))
 
 
 def test_doctor_finds_sharded_weights_healthy(fast: Path) -> None:

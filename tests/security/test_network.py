@@ -5,17 +5,14 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import datasets
 import pytest
-from conftest import RECIPE, ROOT, read_jsonl
+from conftest import RECIPE, ROOT, Proof, read_jsonl
 
 from rlgen.files import read_json
 from rlgen.models.tiny import build_tiny
-
-Proof = Callable[[str], None]
 
 # Brings up loopback in a new network namespace, then becomes the command.
 ENTER = """

@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import RECIPE
+from conftest import RECIPE, Proof, Run
 from helpers.waiting import HANGS
 
 from rlgen.cli.app import run_command
 from rlgen.files import read_json
 from rlgen.redact import is_secret_name, printable, redacted
 
-Proof = Callable[[str], None]
 PLANTED = {
     "HF_TOKEN": "hf_" + "Planted1" * 4,
     "RLGEN_SERVER_TOKEN": "planted-server-token-2",
@@ -151,13 +150,13 @@ def test_a_refused_recipe_leaves_nothing(
     ],
 )
 def test_no_engine_leaves_a_secret(
-    planted: None, rlgen: Callable[..., object], recipe_file: Path, tmp_path: Path, engine: str, expected: int, proof: Proof
+    planted: None, rlgen: Run, recipe_file: Path, tmp_path: Path, engine: str, expected: int, proof: Proof
 ) -> None:
     (tmp_path / "judge.py").write_text(REWARD)
     change = ["--set", "rewards.0.use=judge.py:logs", "--set", f"engine={engine}"]
     done = rlgen("--debug", "train", recipe_file, "--run-dir", tmp_path / "run", *change, **PLANTED)
-    assert done.returncode == expected, done.stderr  # type: ignore[attr-defined]
-    count, found = search(tmp_path / "run", done.stdout, done.stderr)  # type: ignore[attr-defined]
+    assert done.returncode == expected, done.stderr
+    count, found = search(tmp_path / "run", done.stdout, done.stderr)
     assert found == []
     proof(f"engine {engine}: exit {expected}, {count} files and texts searched")
 

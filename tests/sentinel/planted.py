@@ -131,8 +131,7 @@ def stale(*names: str) -> Callable[..., Named]:
     return lambda arrived, first: [(name, first[name] if name in names else tensor) for name, tensor in arrived]
 
 
-def nothing(arrived: Named, first: dict[str, Tensor]) -> None:
-    return None
+nothing_loaded = loaded(lambda arrived, first: None)
 
 
 def only_once() -> Callable[..., Named | None]:
@@ -147,13 +146,12 @@ def all_but_the_first() -> Callable[..., Named | None]:
     return lambda arrived, *_: arrived if next(loads) else None
 
 
-tied_head_stale = instead(vllm_weights, "repack_heads", lambda *_: 0)
+tied_head_stale = instead(vllm_weights, "repack_heads", lambda *_: None)
 
 
 def cache_not_emptied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    instead(vllm_compat, "vllm_prompts", lambda vllm_prompts, requests, salt: vllm_prompts(requests, "always the same"))(
-        monkeypatch
-    )
+    same_salt = instead(vllm_compat, "vllm_prompts", lambda prompts, requests, salt: prompts(requests, "always the same"))
+    same_salt(monkeypatch)
     with vllm_compat.process_kept_as_is():
         vllm = vllm_compat.import_vllm()
     return instead(vllm.LLM, "reset_prefix_cache", lambda *_: True)(monkeypatch)
@@ -186,8 +184,8 @@ adapter_at_another_scale = instead(
 # --- around an engine --------------------------------------------------------------------------------------------------------
 
 
-def answers(change: Callable[[Sequence[Request], Answers], Answers]) -> Plant:
-    """Answers of the transformers engine pass through `change(requests, answers)`."""
+def answers(change: Callable[[Answers], Answers]) -> Plant:
+    """Answers of the transformers engine pass through `change`."""
 
     def plant(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         fired: list[str] = []
@@ -195,7 +193,7 @@ def answers(change: Callable[[Sequence[Request], Answers], Answers]) -> Plant:
 
         def generated(engine: Any, requests: Sequence[Request], sampling: Sampling, finished: Finished | None = None) -> Answers:
             given = generate(engine, requests, sampling)
-            changed = change(requests, list(given))
+            changed = change(list(given))
             if changed != given:
                 fired.append("answers")
             return changed
@@ -207,9 +205,10 @@ def answers(change: Callable[[Sequence[Request], Answers], Answers]) -> Plant:
 
 
 def each(change: Callable[[Completion], Completion]) -> Plant:
-    return answers(lambda requests, given: [change(answer) for answer in given])
+    return answers(lambda given: [change(answer) for answer in given])
 
 
+@each
 def without_last(answer: Completion) -> Completion:
     if answer.finish_reason != "stop":
         return answer
@@ -217,18 +216,18 @@ def without_last(answer: Completion) -> Completion:
     return replace(answer, token_ids=answer.token_ids[:-1], logp=answer.logp[:-1], spans=spans)
 
 
-def without_last_logp(answer: Completion) -> Completion:
-    return replace(answer, logp=answer.logp[:-1]) if answer.finish_reason == "stop" else answer
+without_last_logp = each(lambda answer: replace(answer, logp=answer.logp[:-1]) if answer.finish_reason == "stop" else answer)
+last_logp_repeated = each(lambda answer: replace(answer, logp=np.append(answer.logp[1:], answer.logp[-1:])))
 
 
-def first_id(number: int) -> Callable[[Completion], Completion]:
+def first_id(number: int) -> Plant:
     """An id in place of the first one."""
-    return lambda answer: replace(answer, token_ids=np.array([number, *answer.token_ids[1:]], dtype=np.int32))
+    return each(lambda answer: replace(answer, token_ids=np.array([number, *answer.token_ids[1:]], dtype=np.int32)))
 
 
-def first_logp(number: float) -> Callable[[Completion], Completion]:
+def first_logp(number: float) -> Plant:
     """A log-prob in place of the first one."""
-    return lambda answer: replace(answer, logp=np.array([number, *answer.logp[1:]], dtype=np.float32))
+    return each(lambda answer: replace(answer, logp=np.array([number, *answer.logp[1:]], dtype=np.float32)))
 
 
 def without_logp(answer: Completion) -> Completion:
@@ -239,15 +238,12 @@ def rolled(answer: Completion) -> Completion:
     return replace(answer, logp=np.roll(answer.logp, -1))
 
 
-def last_repeated(answer: Completion) -> Completion:
-    return replace(answer, logp=np.append(answer.logp[1:], answer.logp[-1:]))
-
-
 def noisy(answer: Completion) -> Completion:
     return replace(answer, logp=answer.logp - np.float32(0.02) * (1 + np.arange(len(answer.logp), dtype=np.float32) % 3))
 
 
-def flattened(requests: Sequence[Request], given: Answers) -> Answers:
+@answers
+def flattened(given: Answers) -> Answers:
     return [
         completion([token], [logp], answer.prompt_ids, answer.weight_version, "length")
         for answer in given
@@ -255,25 +251,16 @@ def flattened(requests: Sequence[Request], given: Answers) -> Answers:
     ]
 
 
-def duplicated(requests: Sequence[Request], given: Answers) -> Answers:
-    return [*given, given[-1]]
+duplicated = answers(lambda given: [*given, given[-1]])
+dropped = answers(lambda given: given[:-1])
+# As many answers as requests, the first one twice and the last not at all.
+replaced = answers(lambda given: [given[0], *given[:-1]])
+# A0 B0 A1 B1 for A0 A1 B0 B1.
+interleaved = answers(lambda given: [*given[0::2], *given[1::2]])
 
 
-def dropped(requests: Sequence[Request], given: Answers) -> Answers:
-    return given[:-1]
-
-
-def replaced(requests: Sequence[Request], given: Answers) -> Answers:
-    """As many answers as requests, the first one twice and the last not at all."""
-    return [given[0], *given[:-1]]
-
-
-def interleaved(requests: Sequence[Request], given: Answers) -> Answers:
-    """A0 B0 A1 B1 for A0 A1 B0 B1."""
-    return [*given[0::2], *given[1::2]]
-
-
-def relabelled(requests: Sequence[Request], given: Answers) -> Answers:
+@answers
+def relabelled(given: Answers) -> Answers:
     """The first two rows change places, and their echoes of the prompts are put right."""
     if len(given) < 2 or np.array_equal(given[0].prompt_ids, given[1].prompt_ids):
         return given
@@ -281,16 +268,31 @@ def relabelled(requests: Sequence[Request], given: Answers) -> Answers:
     return [replace(second, prompt_ids=first.prompt_ids), replace(first, prompt_ids=second.prompt_ids), *given[2:]]
 
 
-def exchanged_logp(requests: Sequence[Request], given: Answers) -> Answers:
+@answers
+def exchanged_logp(given: Answers) -> Answers:
     """Two rows of equal length change log-probs."""
     if len(given) < 2 or len(given[0].logp) != len(given[1].logp):
         return given
     return [replace(given[0], logp=given[1].logp), replace(given[1], logp=given[0].logp), *given[2:]]
 
 
-def noisy_alone(requests: Sequence[Request], given: Answers) -> Answers:
-    """Log-probs depend on how many requests there are."""
-    return given if len(given) > 1 else [noisy(answer) for answer in given]
+# Log-probs depend on how many requests there are.
+noisy_alone = answers(lambda given: given if len(given) > 1 else [noisy(answer) for answer in given])
+
+
+def first_tokens_alone(of: int) -> Plant:
+    """The first `of` prompts that are sampled alone begin with another token."""
+    seen: list[str] = []
+
+    def change(given: Answers) -> Answers:
+        if len(given) > 1 or len(seen) == of:
+            return given
+        seen.append("alone")
+        ids = given[0].token_ids.copy()
+        ids[0] = (ids[0] + 1) % 256
+        return [replace(given[0], token_ids=ids)]
+
+    return answers(change)
 
 
 def noisy_after_a_sync(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from rlgen.cli.app import run_command
 from rlgen.cli.train import train_command
 from rlgen.engines import vllm_weights
-from rlgen.engines.base import Finished, SyncReport
+from rlgen.engines.base import EngineCapabilities, Finished, SyncReport
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.errors import Fault, SentinelError
 from rlgen.files import read_json
@@ -66,14 +66,14 @@ def cut_to_bfloat16(arrived: p.Named) -> p.Named:
     return [(name, tensor.bfloat16() if "norm" in name else tensor) for name, tensor in arrived]
 
 
-def emptied(repack_heads: Callable[[Any], int], model: Any) -> int:
+def emptied(repack_heads: Callable[[Any], None], model: Any) -> None:
     """What sleep at level 2 leaves where only the weights are sent: rotary caches are no weights."""
     for buffer in model.buffers():
         buffer.zero_()
-    return repack_heads(model)
+    repack_heads(model)
 
 
-def in_rollouts(change: Callable[[Any, Completion], Completion], first: int, probes_too: bool = False) -> Event:
+def in_rollouts(change: Callable[[Completion], Completion], first: int, probes_too: bool = False) -> Event:
     """Answers change from the rollout of version `first` on."""
 
     def changed(
@@ -81,7 +81,7 @@ def in_rollouts(change: Callable[[Any, Completion], Completion], first: int, pro
     ) -> list[Completion]:
         if engine.weight_version < first or not (probes_too or len(requests) == ROWS):
             return list(generate(engine, requests, sampling, finished))
-        answers = [change(engine, answer) for answer in generate(engine, requests, sampling)]
+        answers = [change(answer) for answer in generate(engine, requests, sampling)]
         if finished:  # what is wrong is in the journal too, until the sentinel sees it
             for place, answer in enumerate(answers):
                 finished(place, answer)
@@ -114,13 +114,13 @@ def rollouts_of_older_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     p.instead(TransformersEngine, "generate", lagging)(monkeypatch)
 
 
-def older(engine: Any, answer: Completion) -> Completion:
+def older(answer: Completion) -> Completion:
     return replace(answer, spans=one_span(len(answer.token_ids), answer.weight_version - 2))
 
 
 # name -> (what happens, the step that must not be trained, the fault, words of the message, overrides)
 EVENTS: dict[str, tuple[Event, int, Fault, str, list[str]]] = {
-    "no sync arrives": (p.loaded(p.nothing), 2, Fault.STALE_WEIGHTS, "reached none", []),
+    "no sync arrives": (p.nothing_loaded, 2, Fault.STALE_WEIGHTS, "reached none", []),
     "one sync does not arrive": (p.loaded(p.all_but_the_first()), 2, Fault.STALE_WEIGHTS, "once version 1 is sent again", []),
     "a sync is skipped and told": (p.sync_skipped, 2, Fault.STALE_WEIGHTS, "weight sync to version 1", []),
     "a tensor is lost": (p.received(p.without("model.norm.weight")), 2, Fault.INCOMPLETE_SYNC, "model.norm.weight", []),
@@ -129,9 +129,9 @@ EVENTS: dict[str, tuple[Event, int, Fault, str, list[str]]] = {
     "sleep drops buffers": (p.instead(vllm_weights, "repack_heads", emptied), 2, Fault.DRIFT, "not even after", []),
     "older rollouts, told": (in_rollouts(older, 2), 3, Fault.STALE_ROLLOUTS, "the trainer holds version 2", [TRANSFORMERS]),
     "older rollouts": (rollouts_of_older_weights, 3, Fault.STALE_ROLLOUTS, "than those of version 2", [TRANSFORMERS]),
-    "log-probs stop": (in_rollouts(lambda _, a: p.without_logp(a), 1), 2, Fault.MISSING_LOGPROBS, "0 log-probs", [TRANSFORMERS]),
-    "log-probs shift": (in_rollouts(lambda _, a: p.rolled(a), 1), 2, Fault.SHIFTED_LOGPROBS, "by one place", [TRANSFORMERS]),
-    "noise": (in_rollouts(lambda _, a: p.noisy(a), 1, probes_too=True), 2, Fault.DRIFT, "not even after", [TRANSFORMERS]),
+    "log-probs stop": (in_rollouts(p.without_logp, 1), 2, Fault.MISSING_LOGPROBS, "0 log-probs", [TRANSFORMERS]),
+    "log-probs shift": (in_rollouts(p.rolled, 1), 2, Fault.SHIFTED_LOGPROBS, "by one place", [TRANSFORMERS]),
+    "noise": (in_rollouts(p.noisy, 1, probes_too=True), 2, Fault.DRIFT, "not even after", [TRANSFORMERS]),
 }
 
 
@@ -178,19 +178,18 @@ def test_an_event_stops_the_run_within_a_step_and_nothing_is_lost(
 
 
 @pytest.mark.parametrize(
-    ("policy", "kept"),
-    [pytest.param("stop", [], marks=pytest.mark.slow), ("checkpoint_and_stop", ["step_000002"])],
+    ("policy", "kept"), [pytest.param("stop", [], marks=pytest.mark.slow), ("checkpoint_and_stop", ["step_000002"])]
 )
 def test_what_a_drift_leads_to(recipe_file: Path, monkeypatch: pytest.MonkeyPatch, policy: str, kept: list[str]) -> None:
-    after_the_start(in_rollouts(lambda _, a: p.noisy(a), 2, probes_too=True))(monkeypatch)
-    overrides = [f"sentinel={{on_drift: {policy}}}", "run.steps=5", "rollout.group_size=8", TRANSFORMERS]
+    after_the_start(in_rollouts(p.noisy, 2, probes_too=True))(monkeypatch)
+    overrides = [f"sentinel={{on_drift: {policy}}}", *SETTINGS, TRANSFORMERS]
     with pytest.raises(SentinelError, match="batch of step 3"):
         run(recipe_file, *overrides)
     assert [path.name for path in sorted((recipe_file.parent / "run" / "checkpoints").iterdir())] == kept
 
 
 def test_a_warning_trains_on(recipe_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    after_the_start(in_rollouts(lambda _, a: p.noisy(a), 1))(monkeypatch)
+    after_the_start(in_rollouts(p.noisy, 1))(monkeypatch)
     directory = run(recipe_file, "sentinel={on_drift: warn}", "run.steps=3", "rollout.group_size=8", TRANSFORMERS)
     assert [record["sentinel/drift"] for record in read_jsonl(directory / "metrics.jsonl")] == [False, True, True]
     assert capsys.readouterr().out.count("warning: sentinel: batch of step") == 2
@@ -198,10 +197,7 @@ def test_a_warning_trains_on(recipe_file: Path, monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.slow
 def test_in_bfloat16_a_shift_by_four_times_the_noise_is_a_drift(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def shifted(engine: Any, answer: Completion) -> Completion:
-        return replace(answer, logp=answer.logp - np.float32(0.025))
-
-    after_the_start(in_rollouts(shifted, 7))(monkeypatch)
+    after_the_start(in_rollouts(lambda answer: replace(answer, logp=answer.logp - np.float32(0.025)), 7))(monkeypatch)
     overrides = ["model.dtype=bfloat16", "run.steps=9", "rollout.group_size=8", TRANSFORMERS]
     with pytest.raises(SentinelError, match="batch of step 8") as caught:
         run(recipe_file, *overrides)
@@ -216,8 +212,8 @@ def test_what_is_under_way_ends_before_new_samples_are_compared() -> None:
     probe: Any = SimpleNamespace(
         whole=WHOLE,
         sample=lambda *values: calls.append("sample"),
-        trainer=SimpleNamespace(gap=lambda *values: None),
-        bounds=SimpleNamespace(hold=lambda gap: True, mean_delta=1e-5),
+        fits=lambda samples: True,
+        bounds=SimpleNamespace(mean_delta=1e-5),
         version=3,
     )
     watch = watch_of(probe, calls, drain=lambda: calls.append("rest"))
@@ -255,14 +251,15 @@ def test_a_gap_that_rounding_has_come_to_explain_is_no_drift(
 
 
 def watch_of(probe: Any, said: list[str], drain: Callable[[], None] = lambda: None) -> Watch:
-    return Watch(probe=probe, on_drift="warn", sleeps=False, probe_every=None, drain=drain, say=said.append)
+    return Watch(probe=probe, warns=True, sleeps=False, probe_every=None, drain=drain, say=said.append)
 
 
 def probe_of_nothing(side: Any, given: Bounds | None, noise: Noise | None) -> Probe:
     """A probe of numbers alone: neither model nor engine is asked."""
     sampling = Sampling(max_tokens=4, temperature=1.0, stop_ids=(257,))
     known = {"trainer": side, "sampling": sampling, "given": given, "most": MOST["float32"], "noise": noise, "version": 0}
-    return Probe(**{field.name: cast(Any, known.get(field.name)) for field in fields(Probe)})
+    engine = SimpleNamespace(abilities=EngineCapabilities())
+    return Probe(**{field.name: cast(Any, {**known, "engine": engine}.get(field.name)) for field in fields(Probe)})
 
 
 @pytest.mark.parametrize(("off", "found"), [(0, False), (3, True)])
@@ -278,7 +275,7 @@ def test_of_a_row_of_several_versions_the_tokens_of_present_weights_are_compared
     theirs[off] += 0.25 if off else 0.0
     looked: list[Sample] = []
     said: list[str] = []
-    monkeypatch.setattr("rlgen.sentinel.watch.explain", lambda trainer, samples, *rest: looked.extend(samples))
+    monkeypatch.setattr("rlgen.sentinel.watch.explain", lambda probe, samples, distribution: looked.extend(samples))
     side: Any = SimpleNamespace(processes=Processes.alone())
     watch = watch_of(probe_of_nothing(side, given=Bounds(max_delta=1e-4), noise=None), said)
     assert watch(Samples.of(rows), theirs, 3) is found
@@ -286,6 +283,53 @@ def test_of_a_row_of_several_versions_the_tokens_of_present_weights_are_compared
     if found:
         assert "0.25" in said[0] and [list(sample.completion_ids) for sample in looked] == [[9, 257], [257]]
         assert [list(sample.prompt_ids) for sample in looked] == [[5, 6, 7, 8], [5, 6, 7, 8, 9]]
+
+
+def test_where_no_token_can_be_compared_no_drift_is_found_and_a_line_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tokens differ by 5 nats, and none is sure, in a batch and in an evaluation; then one is."""
+    monkeypatch.setattr("rlgen.sentinel.watch.explain", lambda *_: None)
+    rows, said = [make_sample(group_id=row) for row in range(2)], list[str]()
+    size = len(rows[0].completion_ids)
+    side: Any = SimpleNamespace(
+        processes=Processes.alone(),
+        logp=lambda samples, _: [torch.from_numpy(one.sampler_logp) + 5.0 for one in samples],
+        sure=lambda samples, _: [torch.zeros(size, dtype=torch.bool) for _ in samples],
+    )
+    watch = watch_of(probe_of_nothing(side, given=Bounds(max_delta=1e-4), noise=None), said)
+    theirs, sure = torch.cat(side.logp(rows, WHOLE)), torch.zeros(2 * size, dtype=torch.bool)
+    first = rows[0].weight_version + 1
+    assert watch(Samples.of(rows), theirs, first, sure) is None and watch(Samples.of(rows), theirs, first, sure) is None
+    assert len(said) == 1 and "batch of step" in said[0] and "rounding decides which ids are kept" in said[0]
+    nucleus = replace(watch.probe.sampling, top_p=0.5)
+    assert watch.aside(nucleus).evaluated(rows, 0) == watch.aside(nucleus).evaluated(rows, 1) == {}
+    assert len(said) == 2 and "evaluation after step 0" in said[1] and "top_p 0.5" in said[1]
+    sure[0] = True
+    assert watch(Samples.of(rows), theirs, first, sure) is True and "max |Δ log-prob| is 5 nats" in said[2]
+
+
+@pytest.mark.parametrize("keeps_cache", [False, True])
+def test_of_turns_that_saw_two_caches_nothing_is_compared(monkeypatch: pytest.MonkeyPatch, keeps_cache: bool) -> None:
+    """Five turns in three rows: an engine that keeps its cache has two of version 2 alone, and rows 1 and 2 show the others."""
+    rows = [
+        make_sample(
+            completion_ids=(7, 8, 9, 257), sampler_logp=(-1.0, -2.0, -3.0, -4.0), spans=tuple(Span(*span) for span in spans)
+        )
+        for spans in ([(0, 4, 2)], [(0, 1, 1), (1, 2, 2), (3, 4, 2)], [(0, 0, 1), (0, 2, 2), (3, 4, 1)])
+    ]
+    theirs = torch.tensor([-1.0, -2.0, -3.0, -4.0]).repeat(3)
+    theirs[[5, 8, 9]] += 5.0  # by mixed caches
+    monkeypatch.setattr("rlgen.sentinel.watch.explain", lambda *_: None)
+    side: Any = SimpleNamespace(processes=Processes.alone())
+    probe = probe_of_nothing(side, given=Bounds(max_delta=1e-4), noise=None)
+    engine: Any = SimpleNamespace(abilities=EngineCapabilities(in_flight=True, keeps_cache=keeps_cache))
+    watch = watch_of(replace(probe, engine=engine), [])
+    assert watch(Samples.of(rows), theirs, 3) is not keeps_cache
+    theirs[7] += 1.0
+    assert watch(Samples.of(rows), theirs, 3)
+    samples = Samples.of(rows)
+    assert samples.turns.tolist() == [1, 2, 2] and samples.weight_version.tolist() == [2, 1, 1]
+    assert samples.weight_version.tolist() == [row.weight_version for row in rows]
+    assert samples.loss_mask.values.tolist() == [True] * 4 + [True, True, False, True] * 2
 
 
 @pytest.mark.slow

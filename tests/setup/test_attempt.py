@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import CPU, ROOT, read_jsonl, tiny_model
+from helpers.before import before
 from safetensors.torch import load_file
 
 from rlgen.cli.doctor import examine
@@ -19,6 +20,7 @@ from rlgen.errors import DataError, UsageError
 from rlgen.files import read_json
 from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
+from rlgen.run import directory as run_directory
 from rlgen.run.compare import first_difference
 from rlgen.run.directory import RunDirectory
 from rlgen.run.signals import StopRequest
@@ -53,14 +55,6 @@ def test_a_dry_run_and_a_contradiction_start_nothing(recipe_file: Path) -> None:
     assert written == recipe_file.parent / "dry" / "resolved.yaml" and load_recipe(written, []).recipe.run.steps == 7
     with pytest.raises(UsageError, match="--clean deletes what --resume goes on from"):
         TrainOptions(clean=True, resume_step=3)
-
-
-def test_importing_the_api_imports_nothing_heavy() -> None:
-    """So that a mistake in a recipe is said at once, by Python as by the command."""
-    heavy = "{'torch', 'transformers', 'vllm', 'datasets'}"
-    code = f"import sys; from rlgen.setup import TrainOptions, train; sys.exit(bool({heavy} & set(sys.modules)))"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch, functions: list[Callable[..., Any]]) -> list[str]:
@@ -155,6 +149,23 @@ def test_a_failed_start_leaves_only_what_was_there(recipe_file: Path, tmp_path: 
     with pytest.raises(DataError):
         train(recipe_file, options)
     assert (tmp_path / "runs" / "other").is_dir() and place.exists() == there
+
+
+def test_of_two_starts_at_once_the_loser_deletes_nothing(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, lock, held = tmp_path / "runs" / "run", run_directory._lock, []
+
+    def first(path: Path) -> None:
+        held.append(lock(path))  # as another process, after this one saw that there is no folder
+        (path / "resolved.yaml").touch()
+
+    before(run_directory, "_lock", first, monkeypatch.setattr)
+    monkeypatch.setattr(run_directory, "PATIENCE", 0.0)
+    with pytest.raises(UsageError, match="in use by a running rlgen"):
+        train(recipe_file, TrainOptions(overrides=[TRANSFORMERS], run_dir=place))
+    assert (place / "resolved.yaml").exists()
+    os.close(*held)
 
 
 @pytest.mark.slow

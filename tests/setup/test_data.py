@@ -2,17 +2,16 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import Proof
+from helpers.rows import write_lines
 
-from rlgen.errors import DataError
-from rlgen.models.tiny import build_tiny
+from rlgen.errors import DataError, SetupError
+from rlgen.models.tiny import build_tiny, byte_tokenizer
 from rlgen.recipe import load_recipe
-from rlgen.setup.data import open_data
-
-Proof = Callable[[str], None]
+from rlgen.setup.data import check_stop_texts, open_data
 
 
 @pytest.mark.fault(21)
@@ -25,13 +24,32 @@ def test_fewer_rows_than_a_step_asks_for(recipe_file: Path, proof: Proof) -> Non
     proof(str(e.value))
 
 
+@pytest.mark.parametrize(
+    ("stop", "said"),
+    [
+        ("<|im_start|>", "`<|im_start|>` is a special token"),
+        ("a<|im_start|>", "`a<|im_start|>` has the special token `<|im_start|>`"),
+    ],
+)
+def test_a_stop_text_that_no_text_shows_is_refused(recipe_file: Path, stop: str, said: str) -> None:
+    given = [f"rollout.stop=['</answer>', '{stop}']"]
+    with pytest.raises(SetupError) as e:
+        open_data(load_recipe(recipe_file, given).recipe)
+    assert str(e.value) == f"rollout.stop: {said}, which texts do not show; write its id in rollout.stop_token_ids: [258]"
+    assert e.value.exit_code == 3
+    assert open_data(load_recipe(recipe_file, [*given, "rollout.stop_token_ids=[258]"]).recipe).stop_ids == (257, 258, 259)
+    open_data(load_recipe(recipe_file, ["rollout.stop=['</answer>', '<|im_end|>']"]).recipe)  # its id ends a completion anyway
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["</answer>"])  # a token of its own, and no special one: texts show it
+    check_stop_texts(["</answer>"], tokenizer, (257, 259))
+
+
 def test_a_recipe_that_says_no_sizes_fits_a_small_model_and_few_rows(tmp_path: Path) -> None:
     """512 positions are as many as the default of completions alone, and five rows are fewer than a step has by default."""
     model = shutil.copytree(build_tiny("qwen3"), tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 512}))
-    rows = [{"prompt": "a" * length} for length in (3, 60, 20, 9, 300)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "rows.jsonl", [{"prompt": "a" * length} for length in (3, 60, 20, 9, 300)])
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: {path: ./model}\ndata: {source: rows.jsonl}\nrewards: [{use: length, args: {target: 6}}]\n")
     data = open_data(load_recipe(recipe).recipe)

@@ -1,10 +1,11 @@
 """The rows of evaluations are opened before a weight is loaded: what they share with training is counted and said."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import Proof
+from helpers.recipes import written
 from typer.testing import CliRunner
 
 from rlgen.cli.app import app
@@ -13,7 +14,6 @@ from rlgen.errors import DataError
 from rlgen.recipe import load_recipe
 from rlgen.setup.data import Data, open_data
 
-Proof = Callable[[str], None]
 RECIPE = """\
 model: {path: "tiny:qwen3", dtype: float32}
 data: {source: train.jsonl, columns: {prompt: question, answer: answer}, chat: true}
@@ -31,8 +31,7 @@ def write(path: Path, questions: list[str], **columns: str) -> None:
 def recipe(tmp_path: Path) -> Path:
     write(tmp_path / "train.jsonl", ["one", "two", "three"])
     write(tmp_path / "heldout.jsonl", ["two", "four", "three", "a much longer question than any of the training"])
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
-    return tmp_path / "recipe.yaml"
+    return written(tmp_path, RECIPE)
 
 
 def opened(recipe: Path, *overrides: str) -> Data:

@@ -1,18 +1,19 @@
 """The largest micro-batches, tried before step 1: nothing is left of them, and too little memory shows at once."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import Proof, Run
+from helpers.before import before
 from helpers.slow import slow_but
 from helpers.spread import recipe, run
 
 from rlgen.errors import SetupError
 from rlgen.files import read_json
 from rlgen.models.packed_attention import PackedRows
-from rlgen.models.policy import Policy, PolicyScores
+from rlgen.models.policy import Policy
 from rlgen.recipe import load_recipe
 from rlgen.run.compare import first_difference
 from rlgen.trainers.train_batch import TrainBatch
@@ -20,7 +21,6 @@ from rlgen.trainers.update import Updater
 from rlgen.types import MicroBatch
 
 __all__ = ["recipe"]
-Proof = Callable[[str], None]
 ROOM = ("run.steps=2", "optim.micro_batch_tokens=300")
 
 
@@ -40,17 +40,15 @@ def test_the_largest_batch_leaves_no_trace(
 ) -> None:
     seen, computed = list[tuple[int, ...]](), list[int]()
     settings = (*ROOM, f"trainer={trainer}", f"optim={{packing: {packing}, micro_batch_tokens: {budget}}}")
-    forward = Policy.forward
 
-    def watched(policy: Policy, batch: MicroBatch, *arguments: Any) -> PolicyScores:
+    def watch(policy: Policy, batch: MicroBatch, *arguments: Any) -> None:
         if torch.is_grad_enabled():
             seen.append(tuple(batch.input_ids.shape))
             rows = PackedRows.of(batch.lengths, batch.prompt_lengths, batch.same_prompt, batch.input_ids.device)
             computed.append(int(rows.ends[-1]) if policy.packed else batch.input_ids.numel())
-        return forward(policy, batch, *arguments)
 
     plain = run(recipe, *settings, name="plain")
-    monkeypatch.setattr(Policy, "forward", watched)
+    before(Policy, "forward", watch, monkeypatch.setattr)
     probed = run(recipe, *settings, "run.probe_max=true")
     assert seen[0] == (4, 72) and ("dpo" in trainer or seen[1] == fullest)
     assert 0.55 * budget < max(computed) <= budget
@@ -90,7 +88,7 @@ def test_too_little_memory_for_the_largest_batch_shows_before_step_1(
     proof(f"no memory in the {phase} pass of the largest batch: exit 3 before step 1")
 
 
-def test_it_is_a_flag_too(recipe: Path, rlgen: Callable[..., Any]) -> None:
+def test_it_is_a_flag_too(recipe: Path, rlgen: Run) -> None:
     done = rlgen("train", recipe, "--probe-max", "--dry-run", "--run-dir", recipe.parent / "dry")
     assert done.returncode == 0, done.stderr
     assert load_recipe(recipe.parent / "dry" / "resolved.yaml", []).recipe.run.probe_max is True

@@ -1,19 +1,21 @@
 """What an attempt goes on from, where there was one before."""
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+from conftest import Proof, of_rows
+from helpers.recipes import written
 
-from rlgen.errors import RlgenError
+from rlgen.errors import RlgenError, UsageError
 from rlgen.files import read_json, write_json
+from rlgen.recipe import load_recipe
 from rlgen.run.directory import RunDirectory
 from rlgen.run.launch import launched_by
-from rlgen.setup.reopen import TrainOptions, after_restart, goes_on
-
-Proof = Callable[[str], None]
+from rlgen.setup.reopen import TrainOptions, after_restart, goes_on, reopen
 
 
 def test_a_restart_goes_on_with_its_own_run_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,3 +77,32 @@ def test_a_restart_goes_on_from_an_end_that_nobody_meant(
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
     assert after_restart(path, asked) is asked, "started by hand"
     proof(f"status.json of the attempt before: exit {code}")
+
+
+@pytest.mark.parametrize(
+    "attempts, override, refused",
+    [
+        ([{}], "run.steps=9", None),
+        ([], "run.steps=9", "data.source: {old}/train.jsonl -> {new}/train.jsonl"),  # nothing was recorded to compare with
+        ([{}], "data.source=other.jsonl", "data.source: {old}/train.jsonl -> {new}/other.jsonl"),
+        ([{}], "rewards.0.use=r.py:g", "rewards.0.use: {old}/r.py:f -> {new}/r.py:g"),
+        ([{}], "rewards.0.args.words={new}/words", "rewards.0.args.words: {old}/words -> {new}/words"),
+    ],
+)
+def test_local_inputs_of_a_folder_that_was_moved_are_left_to_their_digests(
+    tmp_path: Path, attempts: list[dict[str, object]], override: str, refused: str | None
+) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    text = of_rows("train.jsonl").replace("use: exact_match", f"use: 'r.py:f', args: {{words: {old}/words}}")
+    first = load_recipe(written(old, text))
+    run = RunDirectory.create(old / "run", "", first.resolved)
+    write_json(run.provenance, attempts)
+    run.close()
+    old.rename(new)
+    loaded = load_recipe(new / "recipe.yaml", [override.format(new=new)])
+    if refused is None:
+        reopen(new / "run", loaded, loaded.resolved).close()
+        assert f"source: {new}/train.jsonl" in (new / "run" / "resolved.yaml").read_text()
+        return
+    with pytest.raises(UsageError, match=re.escape(f"\n  {refused.format(old=old, new=new)}\n")):
+        reopen(new / "run", loaded, loaded.resolved)

@@ -2,17 +2,19 @@
 
 import hashlib
 import json
-import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import RECIPE, ROOT, read_jsonl
+from conftest import RECIPE, read_jsonl
+from helpers.before import before
+from helpers.damage import flip
+from helpers.recipes import written
 from helpers.rollouts import rollout_rows
+from helpers.torchrun import ALONE, TESTS, launch, torchrun, train_words
 from helpers.waiting import HANGS
 
 from rlgen.analysis.run import read_run
@@ -42,8 +44,7 @@ KINDS = {
 
 def write(folder: Path) -> Path:
     (folder / "r.py").write_text(REWARD)
-    (folder / "recipe.yaml").write_text(RECIPE)
-    return folder / "recipe.yaml"
+    return written(folder, RECIPE)
 
 
 def train(folder: Path, *overrides: str, resume: bool = False) -> Path:
@@ -228,10 +229,7 @@ def test_numbers_that_differ_are_said(copied: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_damaged_checkpoint_is_left_out(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = copied / "checkpoints" / "step_000004" / "model.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip(copied / "checkpoints" / "step_000004" / "model.safetensors", 1)
     found = replayed(copied, 5)
     assert (found.start, found.differences) == (2, {}) and "DAMAGED CHECKPOINT" in capsys.readouterr().out
 
@@ -256,16 +254,13 @@ def test_a_step_without_its_samples(copied: Path) -> None:
 
 
 def test_a_run_that_broke_off_is_replayed_from_its_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sync = loop.Trainer.sync
-
-    def broken(trainer: loop.Trainer, step: int, *others: Any) -> Any:
+    def breaks(trainer: loop.Trainer, step: int, *others: Any) -> None:
         if step == 5:
             raise RuntimeError("the machine went down")
-        return sync(trainer, step, *others)
 
     settings = ["rollouts.every=0", "checkpoint={every: 2, keep: 2}", *KINDS["rloo"]]
     with monkeypatch.context() as patch, pytest.raises(RuntimeError):
-        patch.setattr(loop.Trainer, "sync", broken)
+        before(loop.Trainer, "sync", breaks, patch.setattr)
         train(tmp_path, *settings)
     run = tmp_path / "run"
     assert [path.name for path in (run / "rollouts").iterdir()] == []
@@ -287,9 +282,8 @@ KL = ("trainer.beta=0.1", "trainer.kl=k3_is")
 @pytest.mark.slow
 def test_a_step_of_two_processes_is_computed_by_two(tmp_path: Path) -> None:
     """Further prompts too, which both processes sample: the order of the rows is that of the prompts."""
-    words = [word for one in [*PLAIN, *KINDS["rloo"], "run.steps=4"] for word in ("--set", one)]
-    assert started(2, "train", write(tmp_path), "--run-dir", tmp_path / "run", *words).returncode == 0
     run = tmp_path / "run"
+    assert started(2, *train_words(write(tmp_path), run, *PLAIN, *KINDS["rloo"], "run.steps=4")).returncode == 0
     assert any(record["groups/resampled"] > 0 for record in read_jsonl(run / "metrics.jsonl"))
     for step in (2, 4):  # from the start, and from a checkpoint
         said = started(2, "replay", run, "--step", step, "--json", "--set", KL[0], "--set", KL[1])
@@ -309,18 +303,15 @@ def test_a_step_of_two_processes_is_computed_by_two(tmp_path: Path) -> None:
 
 def started(processes: int, *words: object) -> subprocess.CompletedProcess[str]:
     """A command of rlgen in several processes, under torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", "rlgen"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*command, *map(str, words)], capture_output=True, text=True, timeout=HANGS, env=environment)
+    return launch("-m", "rlgen", *words, launcher=torchrun(processes), timeout=HANGS)
 
 
 @pytest.mark.slow
 def test_a_killed_run(tmp_path: Path) -> None:
     """Killed between the metrics of step 3 and its rollouts: what these lack is in the journal."""
     instant = "before:rlgen.run.rollouts:RolloutWriter._write:1@3"
-    words = [sys.executable, str(ROOT / "tests" / "run" / "killed.py"), instant, "train", str(write(tmp_path))]
-    words += [*("--run-dir", str(tmp_path / "run")), *(word for one in [*PLAIN, *KINDS["rloo"]] for word in ("--set", one))]
-    killed = subprocess.run(words, capture_output=True, text=True, timeout=HANGS, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    words = train_words(write(tmp_path), tmp_path / "run", *PLAIN, *KINDS["rloo"])
+    killed = launch(TESTS / "run" / "killed.py", instant, *words, launcher=ALONE, timeout=HANGS)
     assert killed.returncode == -9, killed.stderr
     for record in read_jsonl(tmp_path / "run" / "metrics.jsonl"):
         assert replayed(tmp_path / "run", record["step"]).differences == {}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_model
+from helpers.before import before
 
 from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
@@ -18,10 +19,7 @@ from rlgen.setup.policy import checkpoint_activations
 def test_the_engine_is_opened_before_reference_and_optimizer_state(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's start-up check sees the policy alone, in a resumed run as in a fresh one."""
     order: list[str] = []
-    build, copied = trainer_and_engine.build_engine, policy.copy.deepcopy
-
-    def named(name: str, function: Any) -> Any:
-        return lambda *arguments: (order.append(name), function(*arguments))[1]
+    own = SimpleNamespace(deepcopy=policy.copy.deepcopy)
 
     class Loaded(Exception):
         pass
@@ -30,8 +28,9 @@ def test_the_engine_is_opened_before_reference_and_optimizer_state(recipe_file: 
         order.append("checkpoint")
         raise Loaded
 
-    monkeypatch.setattr(trainer_and_engine, "build_engine", named("engine", build))
-    monkeypatch.setattr(policy, "copy", SimpleNamespace(deepcopy=named("reference", copied)))
+    before(trainer_and_engine, "build_engine", lambda *_: order.append("engine"), monkeypatch.setattr)
+    before(own, "deepcopy", lambda *_: order.append("reference"))
+    monkeypatch.setattr(policy, "copy", own)
     monkeypatch.setattr(policy, "check_fit", lambda *_: None)
     monkeypatch.setattr(train_state, "load_checkpoint", loaded)
     recipe = load_recipe(recipe_file, ["engine={kind: transformers}", "trainer={kind: grpo, beta: 0.1}"]).recipe

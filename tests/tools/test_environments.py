@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import read_jsonl
+from helpers.recipes import problems, written
 from helpers.waiting import HANGS, until
 from tool_files import Scripted, answered, asked, worlds
 from tool_templates import FAMILIES, tokenizer_of
@@ -26,7 +27,7 @@ from rlgen.cli.rollouts import block
 from rlgen.cli.train import train_command
 from rlgen.data.source import load_rows
 from rlgen.data.suffix import Suffixes
-from rlgen.errors import RecipeError, SetupError, ToolError, UsageError
+from rlgen.errors import SetupError, ToolError, UsageError
 from rlgen.models.tiny import CHAT_TEMPLATE
 from rlgen.recipe import load_recipe
 from rlgen.recipe.data import DataRecipe
@@ -188,10 +189,7 @@ def test_the_first_observation_stands_in_the_prompt(arenas: Callable[..., EnvPoo
     file.write_text("".join(json.dumps({"q": q, "answer": a}) + "\n" for q, a in (("1+1", 2), (chat, 3))))
     read = load_rows(DataRecipe(source=str(file), columns={"prompt": "q"}), 0)
     rows = observed(read, "q", arenas("Told"))
-    assert [row["q"] for row in rows.rows] == [
-        "1+1 is 2, is it?",
-        [chat[0], {"role": "user", "content": f"{chat} is 3, is it?"}],
-    ]
+    assert [row["q"] for row in rows.rows] == ["1+1 is 2, is it?", [chat[0], {"role": "user", "content": f"{chat} is 3, is it?"}]]
     assert [row["before_reset"] for row in rows.rows] == ["1+1", chat]
     assert len({row["seed"] for row in rows.rows}) == 2 and rows.fingerprint != read.fingerprint
     plain = observed(read, "q", arenas())
@@ -251,10 +249,7 @@ def test_ids_are_those_of_the_template_and_masks_those_of_the_model(arenas: Call
 def test_the_last_turn_is_judged_too(arenas: Callable[..., EnvPool]) -> None:
     sample, messages, _ = talked(arenas(), ["a", "b"], max_turns=2)
     assert sample.finish_reason == "length" and sample.counts == {"steps": 2, "unanswered": 1}
-    assert messages[-2:] == [
-        {"role": "assistant", "content": "b"},
-        {"role": "environment", "content": "?2:b", "reward": 0.25},
-    ]
+    assert messages[-2:] == [{"role": "assistant", "content": "b"}, {"role": "environment", "content": "?2:b", "reward": 0.25}]
     assert environment(messages) == 0.5
     sample, messages, _ = talked(arenas(), ["a", "end"], max_turns=2)
     assert sample.finish_reason == "stop" and environment(messages) == 0.5
@@ -316,11 +311,10 @@ class Length:
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
     (tmp_path / "world.py").write_text(LENGTH)
     monkeypatch.setattr(data, "stop_ids", lambda *given: (*range(180, 258), 259))  # so that turns end
-    return tmp_path / "recipe.yaml"
+    return written(tmp_path, RECIPE)
 
 
 def test_a_run_is_rewarded_by_its_environment(recipe: Path, tmp_path: Path) -> None:
@@ -394,7 +388,4 @@ def test_a_run_is_resumed_replayed_and_exported(recipe: Path, tmp_path: Path, ca
     ],
 )
 def test_what_contradicts_itself_is_refused(tmp_path: Path, change: str, text: str) -> None:
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
-    with pytest.raises(RecipeError) as caught:
-        load_recipe(tmp_path / "recipe.yaml", [change])
-    assert text in str(caught.value)
+    assert text in "\n".join(problems(written(tmp_path, RECIPE), change))

@@ -58,6 +58,8 @@ def test_every_form_is_read() -> None:
         ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>"),
         ("qwen_xml", "<tool_call><function=add><parameter=a>1</function></tool_call>"),
         ("glm", "<tool_call>add me</tool_call>"),
+        ("glm", "<tool_call></tool_call>"),
+        ("glm", "<tool_call> <arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"),
         ("llama", '{"name": "add", "parameters": {"a": '),
         ("mistral", "[TOOL_CALLS]"),
         ("deepseek", "<｜tool▁call▁begin｜>add<｜tool▁sep｜>{<｜tool▁call▁end｜>"),
@@ -71,7 +73,7 @@ def test_every_form_is_read() -> None:
 )
 def test_a_broken_call_is_malformed(form: ToolFormat, text: str) -> None:
     (call,) = read_turn(form, text).calls
-    assert isinstance(call, Malformed) and call.why and len(call.text) <= 200 and len(call.why) <= 200
+    assert isinstance(call, Malformed) and call.why and len(call.why) <= 200
 
 
 @pytest.mark.parametrize("text", ["", "12", "{}", '{"answer": 12}', "It is {12}.", "<think>hm"])

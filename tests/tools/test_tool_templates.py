@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.before import before
 from tool_files import Scripted, boxes, turns_of
 from tool_templates import FAMILIES, Family, tokenizer_of
 from transformers import PreTrainedTokenizerBase
@@ -115,8 +116,8 @@ def test_what_the_engine_saw_is_what_is_trained_on(
     stops = tuple(map(tokenizer.convert_tokens_to_ids, family.ends))
     engine, sampling = Scripted(script), Sampling(max_tokens=4000, temperature=1.0, stop_ids=stops)
     encoded: list[str] = []
-    monkeypatch.setattr(Suffixes, "encode", counted(Suffixes.encode, encoded))
-    monkeypatch.setattr(Suffixes, "as_plain", counted(Suffixes.as_plain, encoded))
+    for method in ("encode", "as_plain"):
+        before(Suffixes, method, lambda suffixes, text: encoded.append(text), monkeypatch.setattr)
     for method in ("__call__", "encode", "_encode_plus"):
         monkeypatch.setattr(type(tokenizer), method, never)
     dialogue = Dialogue(turns=turns, max_turns=8, reply_timeout=600.0)
@@ -149,14 +150,6 @@ def test_what_the_engine_saw_is_what_is_trained_on(
     replies = len(script) - conversations
     assert replies < len(encoded) <= 2 * replies
     assert not any("#said" in text or "#end" in text for text in encoded)
-
-
-def counted(method: Any, texts: list[str]) -> Any:
-    def call(self: Suffixes, text: str) -> list[int]:
-        texts.append(text)
-        return method(self, text)
-
-    return call
 
 
 def never(self: PreTrainedTokenizerBase, *_: Any, **__: Any) -> Any:

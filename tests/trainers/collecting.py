@@ -1,10 +1,15 @@
 """A collector of three prompts, two completions each, on an engine that a test scripts."""
 
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from rlgen.engines.base import EngineInfo, Settings
+from helpers.engines import engine_info
+from helpers.samples import completion
+
+from rlgen.engines.base import Finished, FollowUpQueue
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.processes import EngineShare, Processes
 from rlgen.recipe.models import RolloutRecipe
@@ -15,13 +20,9 @@ from rlgen.run.clock import PhaseClock
 from rlgen.run.signals import StopRequest
 from rlgen.trainers.collect import Collected, Collector
 from rlgen.trainers.groups import Stream
-from rlgen.types import Prompt, Sampling, ids_of
+from rlgen.types import Completion, Prompt, Request, Sampling, ids_of
 
 SIZE, PROMPTS = 2, 3
-SETTINGS = Settings(dtype="float32", head_dtype="float32", logprobs_mode="processed_logprobs", vocab_size=260)
-FACTS = EngineInfo(
-    engine="e 1", plan="p", model="m", revision=None, settings=SETTINGS, stop_ids=(), max_model_len=None, cache_block=None
-)
 
 
 class Prompts:
@@ -33,10 +34,37 @@ class Prompts:
         return 100
 
 
+class ScriptedEngine:
+    """Answers each request with its place, in the order of places, after a call of `before` with it; writes down what happens."""
+
+    def __init__(self, before: Callable[[int, FollowUpQueue | None], None], events: list[str] | None = None) -> None:
+        self.before, self.events = before, [] if events is None else events
+        self.version = 0
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, finished: Finished, further: FollowUpQueue | None = None
+    ) -> list[Completion]:
+        answers = []
+        self.events.append(f"begin in {threading.current_thread().name}")
+        try:
+            for place, request in enumerate(requests):
+                self.before(place, further)
+                answers.append(completion((place, 257), (-1.0, -0.5), request.prompt_ids, version=self.version))
+                self.events.append(f"answer {place}")
+                finished(place, answers[-1])
+        except BaseException as error:
+            self.events.append(f"ended by {type(error).__name__}")
+            raise
+        return answers
+
+    def sleep(self) -> None:
+        pass
+
+
 def collector(engine: Any, scorer: Scorer, folder: Path, early_pays: bool = True, groups: Any = None) -> Collector:
     """With `groups` it streams to them."""
     alone, prompts, early, streams = Processes.alone(), Prompts(), EarlyScoring(scorer), groups is not None
-    journal = Journal.open(folder / "journal", 0, alone, FACTS, ["judge"], print)
+    journal = Journal.open(folder / "journal", 0, alone, engine_info(), ["judge"], print)
     journal.starts_from(0, "w0")
     sampler = Sampler(
         engine=engine,

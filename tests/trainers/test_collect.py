@@ -1,20 +1,18 @@
 """When the rewards of a step are computed: beside sampling that takes place elsewhere, and after sampling in this process."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from collecting import PROMPTS, collected, collector
-from helpers.samples import completion
+from collecting import PROMPTS, SIZE, ScriptedEngine, collected, collector
 from helpers.waiting import until
 
-from rlgen.engines.base import Finished
 from rlgen.errors import Fault, SentinelError
 from rlgen.recipe.models import RewardRecipe, ScoringRecipe
 from rlgen.rewards.score import Scorer, open_scorer
 from rlgen.run.signals import StopNow
-from rlgen.types import Completion, Request, Sampling
 
+LAST = PROMPTS * SIZE - 1  # of the places of a step
 REWARD = """
 import os, time
 from pathlib import Path
@@ -27,24 +25,8 @@ def f(completion_ids):
 """
 
 
-class Engine:
-    """Answers each request with its place, the last one when `before_last` returns."""
-
-    def __init__(self, before_last: Callable[[], None]) -> None:
-        self.before_last = before_last
-        self.version = 0
-
-    def generate(self, requests: Sequence[Request], sampling: Sampling, finished: Finished) -> list[Completion]:
-        answers = []
-        for place, request in enumerate(requests):
-            if place == len(requests) - 1:
-                self.before_last()
-            answers.append(completion((place, 257), (-1.0, -0.5), request.prompt_ids, version=self.version))
-            finished(place, answers[-1])
-        return answers
-
-    def sleep(self) -> None:
-        pass
+def nothing_before(*_: object) -> None:
+    pass
 
 
 @pytest.fixture
@@ -65,12 +47,13 @@ def called(folder: Path) -> list[int]:
 def test_rewards_run_beside_sampling_only_where_that_is_elsewhere(scorer: Scorer, tmp_path: Path, elsewhere: bool) -> None:
     before: list[list[int]] = []
 
-    def before_last() -> None:
-        if elsewhere:
-            until(lambda: called(tmp_path) == [0, 1, 2, 3])
-        before.append(called(tmp_path))
+    def before_last(place: int, _: object) -> None:
+        if place == LAST:
+            if elsewhere:
+                until(lambda: called(tmp_path) == [0, 1, 2, 3])
+            before.append(called(tmp_path))
 
-    collect = collector(Engine(before_last), scorer, tmp_path, elsewhere)
+    collect = collector(ScriptedEngine(before_last), scorer, tmp_path, elsewhere)
     got = collected(collect)
     assert before == [[0, 1, 2, 3] if elsewhere else []]
     assert [sample.reward for sample in got.samples] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
@@ -78,10 +61,10 @@ def test_rewards_run_beside_sampling_only_where_that_is_elsewhere(scorer: Scorer
 
 
 def test_what_was_scored_early_is_taken_from_the_journal_after_a_kill(scorer: Scorer, tmp_path: Path) -> None:
-    first = collected(collector(Engine(lambda: None), scorer, tmp_path, True))
+    first = collected(collector(ScriptedEngine(nothing_before), scorer, tmp_path, True))
     for path in tmp_path.glob("called_*"):
         path.unlink()
-    again = collector(Engine(lambda: None), scorer, tmp_path, True)
+    again = collector(ScriptedEngine(nothing_before), scorer, tmp_path, True)
     assert collected(again).samples == first.samples
     assert called(tmp_path) == []
 
@@ -90,7 +73,9 @@ def test_what_was_scored_early_is_taken_from_the_journal_after_a_kill(scorer: Sc
 def test_a_step_that_is_given_up_ends_the_calls_of_its_rewards(scorer: Scorer, tmp_path: Path, why: str) -> None:
     (tmp_path / "hang").touch()
 
-    def before_last() -> None:
+    def before_last(place: int, _: object) -> None:
+        if place != LAST:
+            return
         until(lambda: called(tmp_path) != [] and all(path.read_text() for path in tmp_path.glob("called_*")))
         if why == "stop":
             raise StopNow
@@ -98,7 +83,7 @@ def test_a_step_that_is_given_up_ends_the_calls_of_its_rewards(scorer: Scorer, t
             raise KeyboardInterrupt
         engine.version = 1  # of the last answer: newer than the trainer
 
-    engine = Engine(before_last)
+    engine = ScriptedEngine(before_last)
     collect = collector(engine, scorer, tmp_path, True)
     with pytest.raises((SentinelError, KeyboardInterrupt)) as caught:
         collected(collect)
@@ -106,7 +91,7 @@ def test_a_step_that_is_given_up_ends_the_calls_of_its_rewards(scorer: Scorer, t
         assert isinstance(caught.value, SentinelError) and caught.value.fault is Fault.STALE_ROLLOUTS
     workers = {int(path.read_text()) for path in tmp_path.glob("called_*")}
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
-    engine.before_last, engine.version = lambda: None, 1
+    engine.before, engine.version = nothing_before, 1
     collect.sampler.journal.starts_from(1, "w1")
     # A thread that has not heard of it hands these over, too.
     later, _ = collect.sampler.groups(2, collect.prompts.take(PROMPTS, PROMPTS))

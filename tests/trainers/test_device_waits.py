@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_model
+from helpers.before import before
 from helpers.learning import learning
 from helpers.samples import make_sample
 from torch import Tensor
@@ -65,17 +66,10 @@ def waits(algorithm: Algorithm, budget: int, monkeypatch: pytest.MonkeyPatch) ->
     ]
     held = Samples.of(samples, ["reward"])
     table = RowTable.gather(held, Processes.alone())
-    with Waits() as counted:
-        cpu = Tensor.cpu
-
-        def counting(tensor: Tensor) -> Tensor:
-            counted.found["cpu"] += 1
-            return cpu(tensor)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Tensor, "cpu", counting)
-            train_batch, _, _ = learn.builder.build(table, held, 0.0)
-            metrics, skipped = learn.update(train_batch, step=1)
+    with Waits() as counted, monkeypatch.context() as patch:
+        before(Tensor, "cpu", lambda _: counted.found.update(["cpu"]), patch.setattr)
+        train_batch, _, _ = learn.builder.build(table, held, 0.0)
+        metrics, skipped = learn.update(train_batch, step=1)
     assert skipped is None and metrics["updates/done"] == UPDATES
     return counted.found, len(train_batch.micro_batches)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import RECIPE, read_jsonl
+from helpers.before import before
 from helpers.slow import slow_but
 
 from rlgen.cli.train import train_command
@@ -90,19 +91,13 @@ def test_an_evaluated_run_that_fails_and_is_resumed_is_the_undisturbed_one(
     run: Path, fatal: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It fails after an evaluation, whose samples are on disk, and before its record is."""
-    name, real = f"failed_{fatal}", Reporter.metrics
+    name = f"failed_{fatal}"
 
-    def fails(report: Reporter, step: int, *rest: Any) -> Any:
-        if step == fatal:
+    def fail(report: Reporter, step: Any, *_: Any) -> None:
+        if step == fatal or fatal == 0:
             raise RuntimeError("planted")
-        return real(report, step, *rest)
 
-    def fails_first(*values: Any) -> None:
-        raise RuntimeError("planted")
-
-    monkeypatch.setattr(Reporter, "metrics", fails)
-    if fatal == 0:
-        monkeypatch.setattr(Reporter, "first_evaluation", fails_first)
+    before(Reporter, "metrics" if fatal else "first_evaluation", fail, monkeypatch.setattr)
     with pytest.raises(RuntimeError, match="planted"):
         train(run.parent, name, f"eval={EVAL}")
     monkeypatch.undo()

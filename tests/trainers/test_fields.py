@@ -198,7 +198,6 @@ def learn(trainer: Any) -> list[Tensor]:
         )
         loss = algorithm.loss(x)[0]
         loss.backward()
-        assert policy.grad is not None
         outcome += [loss.detach(), policy.grad, torch.zeros(()) if entropy.grad is None else entropy.grad]
     return outcome
 
@@ -237,9 +236,7 @@ def test_a_field_changes_what_is_learned_or_is_refused(kind: str, path: str) -> 
 
 
 def test_every_field_is_covered() -> None:
-    paths = {path for _, path in CASES}
-    assert paths == set(ALTERNATIVES)
-    assert {"beta", "correction.mode", "correction.geometric.min", "vespo_k_negative"} <= paths
+    assert {path for _, path in CASES} == set(ALTERNATIVES)
 
 
 def test_an_inert_field_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,7 @@ def trained(algorithm: Algorithm, order: Sequence[int] | None) -> tuple[dict[str
         for group in order:
             own = Samples.of(samples()[group * SIZE : (group + 1) * SIZE], ["reward"])
             groups.learn(RowTable.gather(own, ONE), own, 0.25)
-        train_batch, advantages, measured, first = groups.finish(table, held, 0.25)
+        (train_batch, advantages, measured), first = groups.finish(table, held, 0.25)
         learned, skipped = update(train_batch, 1, first)
         assert not groups.learned and not any(total.any() for total in groups.sums._sums)
     assert skipped is None and learned["updates/done"] == 1

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import CPU, read_jsonl
+from helpers.rollouts import records_but_times
 from helpers.slow import slow_but
 from safetensors.torch import load_file
 from torch import Tensor
@@ -35,10 +36,6 @@ def adapter(directory: Path, step: int) -> dict[str, Tensor]:
     return load_file(directory / f"checkpoints/step_{step:06d}/adapter_model.safetensors")
 
 
-def without_times(directory: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in r.items() if not k.startswith("time/")} for r in read_jsonl(directory / "metrics.jsonl")]
-
-
 @pytest.mark.parametrize("engine", slow_but(ENGINES, "transformers"))
 def test_grpo_starts_at_its_reference_and_resumes_as_if_never_stopped(recipe_file: Path, engine: str) -> None:
     settings = [f"engine={{kind: {engine}}}", "trainer={kind: grpo, beta: 0.1}"]
@@ -56,7 +53,7 @@ def test_grpo_starts_at_its_reference_and_resumes_as_if_never_stopped(recipe_fil
 
     parts = run(recipe_file.parent / "parts", recipe_file, *settings, "run.steps=2")
     run(parts, recipe_file, *settings, "run.steps=4", resume=True)
-    assert without_times(parts) == without_times(whole)
+    assert records_but_times(parts) == records_but_times(whole)
     assert all(torch.equal(final[name], tensor) for name, tensor in adapter(parts, 4).items())
 
 

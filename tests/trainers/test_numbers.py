@@ -13,6 +13,7 @@ import torch
 from helpers.rollouts import rollout_rows
 from helpers.slow import slow_but
 from helpers.spread import recipe, run, step_now
+from helpers.train_state import equal
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -49,11 +50,6 @@ def saved(directory: Path, step: int) -> dict[str, Tensor]:
     """Weights and moments."""
     folder = directory / "checkpoints" / f"step_{step:06d}"
     return load_file(folder / "model.safetensors") | load_file(folder / "state" / "optimizer.safetensors")
-
-
-def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
-    """To the last bit."""
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 class Planted:
@@ -98,7 +94,7 @@ def test_what_is_not_finite_is_not_trained_on(recipe: Path, monkeypatch: pytest.
     directory = run(recipe, "run.steps=5", "optim.max_nonfinite=1", "trainer.updates_per_rollout=2")
     assert planted.fired == 2  # the second update of a step would see the same, and is not tried
     first, second, third, fourth = (saved(directory, step) for step in (1, 2, 3, 4))
-    assert same(first, second) and same(third, fourth) and not same(second, third)
+    assert equal(first, second) and equal(third, fourth) and not equal(second, third)
     records = strict(directory / "metrics.jsonl")
     assert [record["updates/skipped"] for record in records] == [0, 2, 0, 2, 0]
     assert [record["updates/done"] for record in records] == [2, 0, 2, 0, 2]
@@ -132,7 +128,7 @@ def test_too_many_in_a_row_end_the_run_over_a_resume_too(recipe: Path, monkeypat
     assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step_000002"]
     assert all(tensor.isfinite().all() for tensor in saved(directory, 2).values())
     whole = run(recipe, "run.steps=1", name="whole")
-    assert same(saved(directory, 2), saved(whole, 1)), "the last good weights are what is kept"
+    assert equal(saved(directory, 2), saved(whole, 1)), "the last good weights are what is kept"
     proof("a gradient of NaN in step 2, a resume, another in step 3: exit 7, the weights of step 1 are kept")
 
 
@@ -266,8 +262,8 @@ def test_steps_without_anything_to_learn_move_nothing(
     assert [record["updates/empty"] for record in records] == idle
     assert [record["updates/done"] for record in records] == [1 - one for one in idle]
     states = [saved(directory, step) for step in range(1, last + 1)]
-    assert all(same(state, states[0]) for state in states[1:-1]), "Adam's momentum moves nothing either"
-    assert not same(states[-1], states[0])
+    assert all(equal(state, states[0]) for state in states[1:-1]), "Adam's momentum moves nothing either"
+    assert not equal(states[-1], states[0])
     assert records[1]["groups/zero_std"] == 1.0 and records[2]["reward/unscored"] == 8
     assert [record["health/no_update"] for record in records][3] is True and records[-1]["health/no_update"] is False
     assert {row["advantage"] for row in rollout_rows(directory, 2, 3)} == {0.0}
@@ -307,7 +303,7 @@ def test_groups_without_signal_are_replaced_and_the_data_goes_on_exactly(
     assert records[0]["groups/zero_std"] == pytest.approx(2 / 5), "of all groups that were sampled"
     run(recipe, *options, "run.steps=2")
     resumed = run(recipe, *options, "run.steps=4", resume=True)
-    assert of_steps(resumed) == of_steps(whole) and same(saved(resumed, 4), saved(whole, 4))
+    assert of_steps(resumed) == of_steps(whole) and equal(saved(resumed, 4), saved(whole, 4))
     proof("every third group was constant: the next prompts took its place, and after a resume too")
 
 

@@ -3,7 +3,7 @@
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import read_jsonl
+from helpers.before import before
 from helpers.rollouts import rollout_rows
 from helpers.slow import slow_but
 
 from rlgen.cli.train import train_command
 from rlgen.engines.transformers import TransformersEngine
 from rlgen.files import read_json
-from rlgen.models.policy import Policy, PolicyScores
+from rlgen.models.policy import Policy
 from rlgen.rewards.score import EarlyScoring
 from rlgen.rollout.sampler import Sampler
 from rlgen.run import clock
@@ -27,7 +28,7 @@ from rlgen.setup import trainer
 from rlgen.trainers import loop, update
 from rlgen.trainers.train_batch import TrainBatch
 from rlgen.trainers.update import Updater
-from rlgen.types import Distribution, MicroBatch
+from rlgen.types import MicroBatch
 
 KINDS = ["grpo", "rloo", "online_dpo"]
 ENGINES = ["colocated", "transformers"]
@@ -46,18 +47,7 @@ class Forwards:
         self.tokens: Counter[str] = Counter()
         self.rows: list[tuple[int, ...]] = []
         self.started = False
-        forward = Policy.forward
-
-        def counted(policy: Policy, batch: MicroBatch, distributions: Sequence[Distribution], *entropy: Any) -> PolicyScores:
-            if self.started:
-                frozen = not any(p.requires_grad for p in policy.parameters())
-                self.tokens["reference" if frozen else "policy"] += int(batch.mask.sum())
-                if not frozen:
-                    for row, start, mask in zip(batch.input_ids, batch.prompt_lengths, batch.mask, strict=True):
-                        self.rows.append(tuple(row[: int(start) + int(mask.sum())].tolist()))
-            return forward(policy, batch, distributions, *entropy)
-
-        monkeypatch.setattr(Policy, "forward", counted)
+        before(Policy, "forward", self.count, monkeypatch.setattr)
         record_attempt = trainer.record_attempt
 
         def recorded(*arguments: Any) -> None:
@@ -65,6 +55,15 @@ class Forwards:
             self.started = True  # the probes of the sentinel are not training
 
         monkeypatch.setattr(trainer, "record_attempt", recorded)
+
+    def count(self, policy: Policy, batch: MicroBatch, *_: Any) -> None:
+        if not self.started:
+            return
+        frozen = not any(p.requires_grad for p in policy.parameters())
+        self.tokens["reference" if frozen else "policy"] += int(batch.mask.sum())
+        if not frozen:
+            for row, start, mask in zip(batch.input_ids, batch.prompt_lengths, batch.mask, strict=True):
+                self.rows.append(tuple(row[: int(start) + int(mask.sum())].tolist()))
 
 
 @pytest.mark.parametrize("engine", slow_but(ENGINES, "transformers"))
@@ -154,14 +153,11 @@ def test_the_seconds_of_a_step_are_those_of_its_phases(recipe_file: Path, monkey
     now = 0.0
 
     def takes(seconds: float, owner: Any, name: str) -> None:
-        real = getattr(owner, name)
-
-        def taking(*arguments: Any, **named: Any) -> Any:
+        def pass_time(*_: Any) -> None:
             nonlocal now
             now += seconds
-            return real(*arguments, **named)
 
-        monkeypatch.setattr(owner, name, taking)
+        before(owner, name, pass_time, monkeypatch.setattr)
 
     monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now))
     takes(1.0, Sampler, "groups")
@@ -267,19 +263,10 @@ def test_deterministic_kernels_are_for_the_updates_alone(
     recipe_file: Path, monkeypatch: pytest.MonkeyPatch, wanted: bool
 ) -> None:
     seen: dict[str, set[bool]] = {"update": set(), "engine": set()}
-    backward, generate = Updater._backward, TransformersEngine.generate
-
-    def updating(updater: Updater, *given: Any) -> Any:
-        seen["update"].add(torch.are_deterministic_algorithms_enabled())
-        return backward(updater, *given)
-
-    def generating(engine: TransformersEngine, *given: Any) -> Any:
-        seen["engine"].add(torch.are_deterministic_algorithms_enabled())
-        return generate(engine, *given)
-
+    for what, owner, name in (("update", Updater, "_backward"), ("engine", TransformersEngine, "generate")):
+        note = partial(lambda where, *_: seen[where].add(torch.are_deterministic_algorithms_enabled()), what)
+        before(owner, name, note, monkeypatch.setattr)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    monkeypatch.setattr(Updater, "_backward", updating)
-    monkeypatch.setattr(TransformersEngine, "generate", generating)
     run(recipe_file, f"run.deterministic={str(wanted).lower()}", "engine={kind: transformers}", "run.steps=1")
     assert seen == {"update": {wanted}, "engine": {False}} and not torch.are_deterministic_algorithms_enabled()
     assert os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None) == (":4096:8" if wanted else None)

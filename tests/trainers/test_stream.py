@@ -5,25 +5,26 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from collecting import collected, collector
+from collecting import ScriptedEngine, collected, collector
 from conftest import read_jsonl
+from helpers.before import before
 from helpers.rollouts import rollout_rows
-from helpers.samples import completion
 from helpers.spread import recipe
 from helpers.waiting import until
 from safetensors.torch import load_file
 
 from rlgen.analysis.run import read_run
 from rlgen.cli.train import train_command
-from rlgen.engines.base import Finished, FollowUpQueue
+from rlgen.engines.base import FollowUpQueue
 from rlgen.errors import EngineError, RewardError, RlgenError, SentinelError, Stopped
 from rlgen.processes import Processes
 from rlgen.recipe.models import RewardRecipe, ScoringRecipe
@@ -34,7 +35,6 @@ from rlgen.run.signals import StopNow
 from rlgen.setup.replay import Past, replay
 from rlgen.trainers.collect import Collector
 from rlgen.trainers.update import Updater
-from rlgen.types import Completion, Request, Sampling
 
 REWARD = """
 def f(completion_ids):
@@ -44,32 +44,6 @@ def f(completion_ids):
 """
 Events = list[str]
 __all__ = ["recipe"]
-
-
-class Engine:
-    """Answers each request with its place, in the order of places, and calls `before` with each place; hears of `further`."""
-
-    def __init__(self, events: Events, before: Callable[[int, FollowUpQueue], None]) -> None:
-        self.events, self.before = events, before
-
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, finished: Finished, further: FollowUpQueue
-    ) -> list[Completion]:
-        answers = []
-        self.events.append(f"begin in {threading.current_thread().name}")
-        try:
-            for place, request in enumerate(requests):
-                self.before(place, further)
-                answers.append(completion((place, 257), (-1.0, -0.5), request.prompt_ids))
-                self.events.append(f"answer {place}")
-                finished(place, answers[-1])
-        except BaseException as error:
-            self.events.append(f"ended by {type(error).__name__}")
-            raise
-        return answers
-
-    def sleep(self) -> None:
-        pass
 
 
 class Groups:
@@ -100,7 +74,7 @@ class Groups:
 def open_collector(tmp_path: Path) -> Iterator[Callable[..., Collector]]:
     scorers: list[Scorer] = []
 
-    def opened(engine: Engine, groups: Groups, fails: int = -1) -> Collector:
+    def opened(engine: ScriptedEngine, groups: Groups, fails: int = -1) -> Collector:
         (tmp_path / "rewards.py").write_text(REWARD.format(fails=fails))
         scorers.append(open_scorer([RewardRecipe(use=f"{tmp_path}/rewards.py:f")], set(), 20, ScoringRecipe(workers=1)))
         return collector(engine, scorers[-1], tmp_path, groups=groups)
@@ -122,7 +96,7 @@ def test_complete_groups_are_trained_on_while_others_are_sampled(
 
     groups = Groups(events)
     groups.late = late
-    got = collected(open_collector(Engine(events, before), groups))
+    got = collected(open_collector(ScriptedEngine(before, events), groups))
     main = threading.current_thread().name
     assert events[0] == "begin in rlgen-stream" and main != "rlgen-stream"
     order = [event for event in events if event.startswith(("answer", "trained"))]
@@ -144,7 +118,7 @@ def test_no_group_is_trained_on_before_its_last_completion(open_collector: Calla
             time.sleep(0.1)
             assert not any(event.startswith("train 1") for event in events)
 
-    collected(open_collector(Engine(events, before), Groups(events)))
+    collected(open_collector(ScriptedEngine(before, events), Groups(events)))
     assert "trained 0" in events
 
 
@@ -166,7 +140,7 @@ def test_an_error_in_mid_stream_ends_sampling_and_leaves_nothing(open_collector:
             raise StopNow if what == "stop" else RuntimeError("no kernel")
 
         groups.during = during
-    collect = open_collector(Engine(events, before), groups, fails=3 if what == "reward" else -1)
+    collect = open_collector(ScriptedEngine(before, events), groups, fails=3 if what == "reward" else -1)
     expected: dict[str, type[BaseException]] = {
         "engine": EngineError,
         "stop": StopNow,
@@ -204,13 +178,7 @@ def sampling() -> bool:
 def overlap(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each group that is trained on, whether others are being sampled."""
     beside: list[bool] = []
-    run_first = Updater.run_first
-
-    def running(update: Updater, train_batch: Any) -> Any:
-        beside.append(sampling())
-        return run_first(update, train_batch)
-
-    monkeypatch.setattr(Updater, "run_first", running)
+    before(Updater, "run_first", lambda *_: beside.append(sampling()), monkeypatch.setattr)
     return beside
 
 
@@ -255,17 +223,15 @@ def test_runs_on_vllm_are_as_without_it_and_equal_to_the_last_bit(recipe: Path, 
 def test_a_stop_in_mid_stream_loses_nothing(recipe: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
     settings = [STREAM, "run.steps=3", "checkpoint={every: 1, keep: 9}", *([SERVER] if engine == "server" else [])]
     whole = run(recipe, "whole", *settings)
-    real, calls = Updater.run_first, 0
+    calls = count(1)
 
-    def stopping(update: Updater, train_batch: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls > 12 and sampling():  # in the second step, or in the third where the machine was too busy to sample beside it
+    def stop(*_: Any) -> None:
+        # In the second step, or in the third where the machine was too busy to sample beside it.
+        if next(calls) > 12 and sampling():
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(update, train_batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Updater, "run_first", stopping)
+        before(Updater, "run_first", stop, patch.setattr)
         with pytest.raises(Stopped, match=r"after step [12] of 3"):
             run(recipe, "stopped", *settings)
     stopped = run(recipe, "stopped", *settings, resume=True)
@@ -277,13 +243,11 @@ def test_a_stop_in_mid_stream_loses_nothing(recipe: Path, monkeypatch: pytest.Mo
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["loss", "gradient", "drift"])
 def test_what_is_wrong_in_mid_stream_moves_no_weight(recipe: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    real, calls = Updater.run_first, 0
+    real, calls = Updater.run_first, count(1)
 
     def wrong(update: Updater, train_batch: Any) -> Any:
-        nonlocal calls
-        calls += 1
         part = real(update, train_batch)
-        if calls != 13:  # the first group of the second step
+        if next(calls) != 13:  # the first group of the second step
             return part
         if what == "drift":
             held = train_batch.computed["old_at_sampling"]

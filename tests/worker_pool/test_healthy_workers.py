@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers.before import before
 from helpers.scoring import SKIPS, group, overdue, totals
 from helpers.waiting import HANGS, until
 
@@ -38,15 +39,11 @@ def test_the_time_of_a_call_counts_from_its_own_beginning(scorer, monkeypatch):
         put(of, outcome)
         passed[0] += 300.0
 
-    def looking(of, worker, now, look=Pool._look_at):
-        looks.append(len(worker.calls))
-        look(of, worker, now)
-
     for module in (pool, process):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock() + passed[0], sleep=time.sleep))
     monkeypatch.setattr(pool, "PATIENCE", 600.0)
     monkeypatch.setattr(Pool, "_put", takes)
-    monkeypatch.setattr(Pool, "_look_at", looking)
+    before(Pool, "_look_at", lambda of, worker, now: looks.append(len(worker.calls)), monkeypatch.setattr)
     for step in (2, 3):
         assert totals(build.score([group(*["0.05"] * 8)], step)) == [[1.0] * 8]
     assert (build.pools[0].killed, build.pools[0].lost) == (0, 0)
@@ -71,14 +68,12 @@ def test_the_call_that_was_overdue_has_failed_and_not_the_one_after_it(scorer, m
     overdue(monkeypatch, lambda completion: 1.0 if completion == "late" else None)
     build = scorer(source, {**SKIPS, "timeout": 1.0}, scoring={"workers": 1})
     build.score([group("a")], 1)
-    look = WorkerProcess.place_while_it_hangs
 
     def looks(worker, file):
         (tmp_path / "looked").touch()
         until((tmp_path / "next").exists)
-        return look(worker, file)
 
-    monkeypatch.setattr(WorkerProcess, "place_while_it_hangs", looks)
+    before(WorkerProcess, "place_while_it_hangs", looks, monkeypatch.setattr)
     (scored,) = build.score([group("late", "next", "c")], 2)
     assert totals([scored]) == [[None, 1.0, 1.0]]
     assert scored.samples[0].reward_errors["f"].startswith("timeout: no answer within 1 s")

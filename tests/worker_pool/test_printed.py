@@ -89,8 +89,7 @@ def test_programs_go_on_printing_after_the_process_they_printed_to_was_killed(sc
                 os._exit(1)
             return float(subprocess.run(["echo", completion]).returncode)
     """
-    entry = SKIPS
-    build = scorer(source, entry, scoring={"workers": 1}, output=tmp_path / "rewards.log")
+    build = scorer(source, SKIPS, scoring={"workers": 1}, output=tmp_path / "rewards.log")
     printed = build.pools[0]._printer.process
     printed.kill()
     os.waitid(os.P_PID, printed.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody was told

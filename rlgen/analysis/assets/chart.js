@@ -1,5 +1,7 @@
 "use strict";
 
+// Why no library of charts: uPlot puts 50 kB into each report, not 11, and draws on a canvas, where no text can be selected.
+
 // Room around the curves, in pixels: for the labels of both axes.
 const EDGE = { left: 46, right: 10, top: 8, bottom: 20 };
 const HEIGHT = 168;

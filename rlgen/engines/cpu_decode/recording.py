@@ -66,11 +66,9 @@ class KernelRecorder(TorchDispatchMode):
             self.calls.append(Call(kernel, list(arguments), dict(options or {})))
         elif not changes and name in RETURNING:
             variant = RETURNING[name]
-            if variant is not None:
-                into = getattr(kernel.overloadpacket, variant)
-                self.calls.append(Call(into, list(arguments), {**(options or {}), "out": result}))
-            else:
-                self.calls.append(Call(partial(compute_into, kernel, made), list(arguments), dict(options or {})))
+            into = partial(compute_into, kernel, made) if variant is None else getattr(kernel.overloadpacket, variant)
+            out = {} if variant is None else {"out": result}
+            self.calls.append(Call(into, list(arguments), {**(options or {}), **out}))
         else:
             self.unknown = self.unknown or name
         return result

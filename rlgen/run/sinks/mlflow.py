@@ -42,8 +42,7 @@ class MlflowTracker:
 
     def samples(self, step: int, table: Table) -> None:
         """Writes an artifact with the table, as pandas and MLflow read it."""
-        data = {"columns": list(table.columns), "data": [list(row) for row in table.rows]}
-        self.client.log_dict(self.id, data, f"samples/step_{step:06d}.json")
+        self.client.log_dict(self.id, {"columns": table.columns, "data": table.rows}, f"samples/step_{step:06d}.json")
 
     def end(self, state: str, exit_code: int) -> None:
         """Ends the run with its status; the tags have state and exit code as rlgen calls them."""

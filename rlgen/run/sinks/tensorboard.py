@@ -50,7 +50,7 @@ class TensorboardTracker:
 
     def samples(self, step: int, table: Table) -> None:
         rows = [["" if cell is None else str(cell) for cell in row] for row in table.rows]
-        self._text("samples", step, [list(table.columns), *rows])
+        self._text("samples", step, [table.columns, *rows])
 
     def end(self, state: str, exit_code: int) -> None:
         self._text("state", 0, [[f"{state}, exit code {exit_code}"]])

@@ -1,6 +1,6 @@
 """What every tracker is: the methods that its process calls, and what it gets."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,8 +22,8 @@ class Opening:
 class Table:
     """Some samples of a step, as cells of texts and numbers. Table(columns=["prompt", …], rows=[["1 + 1", …], …])"""
 
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str | float | None]]
+    columns: list[str]
+    rows: list[list[str | float | None]]
 
 
 class Tracker(Protocol):

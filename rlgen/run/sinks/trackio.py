@@ -48,7 +48,7 @@ class TrackioTracker:
     def samples(self, step: int, table: Table) -> None:
         """Logs a table under the key `samples`. What the model wrote is escaped: trackio shows cells as HTML."""
         rows = [[html.escape(cell, quote=False) if isinstance(cell, str) else cell for cell in row] for row in table.rows]
-        self.run.log({"samples": trackio.Table(columns=list(table.columns), data=rows)}, step=step)
+        self.run.log({"samples": trackio.Table(columns=table.columns, data=rows)}, step=step)
         self._raise()
 
     def end(self, state: str, exit_code: int) -> None:

@@ -32,7 +32,7 @@ class WandbTracker:
         self.run.log({"step": step, **numbers})
 
     def samples(self, step: int, table: Table) -> None:
-        self.run.log({"step": step, "samples": wandb.Table(columns=list(table.columns), data=[list(row) for row in table.rows])})
+        self.run.log({"step": step, "samples": wandb.Table(columns=table.columns, data=table.rows)})
 
     def end(self, state: str, exit_code: int) -> None:
         self.run.summary["state"] = state

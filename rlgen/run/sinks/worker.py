@@ -49,8 +49,7 @@ def cut_off(text: str) -> str:
 def open_tracker(settings: dict[str, Any], opening: Opening) -> Tracker:
     sink: SinkRecipe = TypeAdapter[SinkRecipe](SinkRecipe).validate_python(settings)
     module = importlib.import_module(f"rlgen.run.sinks.{sink.kind}")
-    tracker: Tracker = getattr(module, f"{sink.kind.capitalize()}Tracker")(sink, opening)
-    return tracker
+    return getattr(module, f"{sink.kind.capitalize()}Tracker")(sink, opening)
 
 
 def carry_out(tracker: Tracker, order: dict[str, Any]) -> None:
