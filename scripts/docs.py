@@ -83,7 +83,7 @@ def recipe_fields() -> str:
             keys = of_section(labelled) if first == path else f"It has the keys of `{first}`.\n"
             text.append(f"### {path}\n\n{said}{keys}")
             if path == "data":
-                text.append(f"### data.options\n\nBy task, the NAME in task:NAME:\n\n{of_section(list(TASKS.items()))}")
+                text.append(f"### data.options\n\nThe column `of` names the task.\n\n{of_section(list(TASKS.items()))}")
     return "\n".join(text)
 
 

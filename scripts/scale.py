@@ -144,10 +144,10 @@ def answers_to_arrays(table: Table, answers: Sequence[Completion], servers: bool
     """From what the engine gives to arrays."""
     tokens = TOKENS * len(answers)
     if servers:
-        for name, arrays in (("arrays, from rlgen's servers", True), ("JSON, from other servers", False)):
+        for name, arrays in (("rlgen's server, binary", True), ("another server, JSON", False)):
             body = synthetic(TOKENS, arrays)
             table.stage(
-                f"an answer's bytes to arrays ({name})",
+                f"a server's answer parsed ({name})",
                 lambda body=body, arrays=arrays: [read_answer(body, arrays, URL, lambda label: 3) for _ in answers],
                 tokens,
                 counts=arrays,
@@ -195,13 +195,17 @@ def learn(table: Table, groups: Sequence[Group], processes: Processes) -> None:
     rows = table.stage("the table of all rows", lambda: RowTable.gather(samples, processes), tokens)
     advantages = table.stage("advantages", lambda: algorithm.advantages(rows.scores({"right": 1.0})), tokens)
     train_batch = table.stage(
-        "rows dealt, sent and received", lambda: TrainBatch.of(rows, samples, advantages, 0.0, 16384, processes, False), tokens
+        "rows assigned to processes, sent, received",
+        lambda: TrainBatch.of(rows, samples, advantages, 0.0, 16384, processes, False),
+        tokens,
     )
     batches = table.stage(
         "micro-batches", lambda: [collate(train_batch.samples, one, CPU) for one in train_batch.micro_batches], tokens
     )
     parts = table.stage(
-        "log-probs kept, weights and drift", lambda: [drift(train_batch, batch, algorithm) for batch in batches], tokens
+        "importance weights and drift, log-probs stored",
+        lambda: [drift(train_batch, batch, algorithm) for batch in batches],
+        tokens,
     )
     table.stage("metrics of the drift", lambda: Mismatch.of_train_batch(parts).metrics(processes.total), tokens)
     nobody: Any = None  # the look compares numbers; neither a model nor an engine is asked while they agree
@@ -247,11 +251,13 @@ def on_disk(table: Table, folder: Path) -> dict[str, float]:
     measure(16_000, folder / "first")  # imports, and the first pages of memory, are no cost a token
     found = measure(tokens, folder / "second")
     for name in ("journal", "text", "rollouts"):
-        what = {"journal": "journal", "text": "rollouts: their text", "rollouts": "rollouts: the rest, beside the loop"}[name]
+        what = {"journal": "journal", "text": "rollouts: their text", "rollouts": "rollouts: all but the text (by a thread)"}[
+            name
+        ]
         table.line(what, found[f"{name}, ns a token"] * tokens / 1e9, tokens)
     # A resumed process reads the records of all processes, and keeps its own.
     table.line(
-        "a resumed step's journal, of all processes",
+        "resume: the journals of all processes read",
         found["journal read, ns a token"] * tokens * WORLD / 1e9,
         tokens * WORLD,
         False,
@@ -270,8 +276,8 @@ def beside() -> None:
         with tempfile.TemporaryDirectory() as folder:
             rows = scale_data.measure(1_000_000, kind, Path(folder))
             print(
-                f"a million rows of {kind}: first start {rows.first.seconds:.0f} s, second {rows.second.seconds:.1f} s,"
-                f" {rows.above / 2**20:.0f} MiB more than with one row"
+                f"a million prompts in a {kind} file: first start {rows.first.seconds:.0f} s, second {rows.second.seconds:.1f} s,"
+                f" {rows.above / 2**20:.0f} MiB more memory than with one prompt"
             )
 
 

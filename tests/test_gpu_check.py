@@ -66,7 +66,7 @@ def test_the_rehearsal_of_tier_1(tmp_path: Path) -> None:
     assert 1e-4 < values_of(written, "parity bfloat16")["log-probs: mean |Δ| to float64"] < 1e-2
     assert values_of(written, "fsdp")["float32: gradient, ‖Δ‖/‖g‖ to the whole policy's"] < 1e-6
     for kind in ("packed", "padded"):
-        assert 0 < values_of(written, "update")[f"{kind}: MFU, of the measured rate of products"] < 100
+        assert 0 < values_of(written, "update")[f"{kind}: MFU, relative to the measured matrix product"] < 100
     assert len(values_of(written, "memory")) == 9
     assert values_of(written, "learning")["reward of the last 5 steps"] > 0.8
 
@@ -151,11 +151,11 @@ def test_packed_rows_are_as_near_to_float32_as_padded_ones(monkeypatch: pytest.M
     found = parity.packed(CPU)
     bounded = [one.value for one in found.values if one.most]
     assert found.status == "ok" and len(bounded) == 4 and all(0.7 < value < 1.2 for value in bounded)
-    assert found.numbers and found.numbers["window"]["layers"] == ["full_attention", "sliding_attention"]
+    assert found.numbers and found.numbers["sliding window"]["layers"] == ["full_attention", "sliding_attention"]
     right, options = packed_attention.flash_backward, packed_attention.Look.options
     monkeypatch.setattr(packed_attention, "flash_backward", lambda *a, **k: [part * 0.9 for part in right(*a, **k)])
     found = parity.packed(CPU)
-    assert found.status == "failed" and found.sentence.startswith("full: gradient ÷ the padded rows' is")
+    assert found.status == "failed" and found.sentence.startswith("full attention: gradient, ‖Δ‖/‖g‖ ÷ that of padded rows is")
     monkeypatch.undo()
     longer = lambda look, like, scale, window: options(look, like, scale, window and window + 1)  # noqa: E731  # a method
     monkeypatch.setattr(packed_attention.Look, "options", longer)
@@ -169,7 +169,10 @@ def test_shards_are_opened_as_a_run_opens_them_and_packed(tmp_path: Path, monkey
     assert found.values[0].value < 1e-6 and 1e-5 < found.values[3].value < 1e-2
     monkeypatch.setattr(Policy, "pack", lambda policy, prompts: "not today")
     found = parity.sharded(Place(folder=str(tmp_path), gpu=False))
-    assert found.status == "failed" and "float32: policies that do not pack as a run would is 2" in found.sentence
+    assert (
+        found.status == "failed"
+        and "float32: policies that chose packed or padded rows otherwise than in a run is 2" in found.sentence
+    )
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -207,7 +210,9 @@ def test_memory_sees_an_estimate_that_is_too_small(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(update, "shape_of", lambda place: Shape(2, 64))
     monkeypatch.setattr(update, "phases_of", lambda *_: {"forward": 1 << 40})
     found = update.memory(CPU)
-    assert found.status == "failed" and found.sentence.startswith("whole, forward: estimate ÷ the 1024.00 GiB measured is")
+    assert found.status == "failed" and found.sentence.startswith(
+        "activations kept, forward: estimate ÷ the 1024.00 GiB measured is"
+    )
 
 
 # --- how rows run ----------------------------------------------------------------------------------------------------------

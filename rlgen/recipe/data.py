@@ -50,7 +50,7 @@ class DataRecipe(Strict):
     shuffle: StrictBool = True
     """A new order each epoch, from the seed."""
     options: dict[StrictStr, Any] = {}
-    """Settings of the built-in task, with a source task:NAME."""
+    """If the source is task:NAME: settings of this built-in task."""
 
 
 class MadeRows(Strict):
@@ -64,7 +64,7 @@ class ArithmeticOptions(MadeRows):
     terms: Annotated[StrictInt, Field(ge=2, le=6)] = 2
     """Numbers in an expression."""
     operators: Annotated[StrictStr, Field(pattern=r"^[-+*]+$", max_length=3)] = "+-"
-    """Operators to choose from, of + - *."""
+    """Operators of the expressions: any of +, - and *."""
 
 
 class ReverseOptions(MadeRows):

@@ -70,7 +70,7 @@ class VllmRecipe(AnyEngineRecipe):
     enforce_eager: StrictBool | None = None
     """Run without graph capture. None: true on the CPU, false on a GPU."""
     extra: dict[StrictStr, Any] = {}
-    """Further arguments of vLLM. rlgen refuses those that it relies on."""
+    """Further arguments of vLLM. rlgen refuses arguments that it sets itself."""
 
 
 class ColocatedEngineRecipe(VllmRecipe):
@@ -130,8 +130,8 @@ class ServerEngineRecipe(VllmRecipe):
     kind: Literal["server"]
     """server: vLLM in processes of its own, here or on other machines."""
     url: Text | Annotated[list[Text], Field(min_length=1, max_length=1000)] | None = None
-    """Address of a running server (`rlgen serve`), or a list of addresses. Or a place that rlgen looks up again at each sync:
-    dns://NAME:PORT, or file:///PATH, where PATH is a file of addresses, or the folder of `rlgen serve --announce FOLDER`."""
+    """Address of a running server (`rlgen serve`), or a list of addresses. With dns://NAME:PORT or file:///PATH, rlgen looks up
+    the addresses again at each sync of weights. PATH is a file of addresses, or the FOLDER of `rlgen serve --announce FOLDER`."""
     launch: StrictBool = False
     """Start the servers, restart one that dies, and stop them when the run ends."""
     servers: Annotated[StrictInt, Field(ge=1, le=1000)] = 1
@@ -158,7 +158,8 @@ class ServerEngineRecipe(VllmRecipe):
     """With model.lora: send all weights with the adapter merged in, or only the adapter, which servers merge."""
     in_flight: InFlight | None = None
     """With rollout.async_steps: change the weights while a server answers requests (true), or after it has answered them (false).
-    None: true if rollout.async_steps is 2 or more. {recompute: false}: as true, but running requests keep their KV cache."""
+    None: true if rollout.async_steps is 2 or more. With {recompute: false} weights change as with true, but running
+    requests keep their KV cache."""
 
     @property
     def memory(self) -> str:

@@ -11,7 +11,8 @@ class HealthRule(Strict):
     threshold: Annotated[float, Field(strict=True, ge=0, le=1e9)]
     """A value beyond this one is a bad sign."""
     steps: Annotated[StrictInt, Field(ge=1, le=10000)]
-    """Steps in a row whose value must be beyond the threshold; steps that do not measure it are skipped."""
+    """Number of steps in a row in which the value must be beyond the threshold before rlgen acts. Steps without the value do not
+    count."""
     action: Literal["ignore", "warn", "stop", "checkpoint_and_stop"] | None = None
     """None: health.action."""
 
@@ -24,7 +25,7 @@ class HealthRecipe(Strict):
     reward: HealthRule = HealthRule(threshold=0.0, steps=20)
     """The absolute value of the mean reward is at or below the threshold."""
     reward_std: HealthRule = HealthRule(threshold=0.0, steps=10)
-    """The standard deviation of a step's rewards is at or below the threshold in most of the steps."""
+    """The standard deviation of a step's rewards is at or below the threshold in more than half of the last `steps` steps."""
     reward_failed: HealthRule = HealthRule(threshold=0.0, steps=1)
     """The number of failed rewards in a step is above the threshold. A failed call for a group counts once for each sample."""
     unscored: HealthRule = HealthRule(threshold=1.0, steps=1)
@@ -50,7 +51,7 @@ class HealthRecipe(Strict):
     sampler_kl: HealthRule = HealthRule(threshold=0.015, steps=20)
     """The KL between engine and trainer, in nats a token, is above the threshold."""
     ess: HealthRule = HealthRule(threshold=0.3, steps=5)
-    """The effective sample size as a share, from uncapped ratios of trainer to engine, is below the threshold."""
+    """The effective sample size of the uncapped ratios, as a share of the sample size, is below the threshold."""
 
     @model_validator(mode="before")
     @classmethod

@@ -24,7 +24,7 @@ class RunRecipe(Strict):
     dir: Text = "runs"
     """Folder that holds the run's folder; relative to the working directory."""
     seed: Annotated[StrictInt, Field(ge=0, le=2**31 - 1)] = 0
-    """Every random choice follows from the seed and its position in the run."""
+    """The seed and the position in the run determine each random choice."""
     steps: Count = 100
     """Steps of the run; each samples a rollout and trains on it."""
     probe_max: StrictBool = False
@@ -33,11 +33,10 @@ class RunRecipe(Strict):
     deterministic: StrictBool = False
     """Train with torch's deterministic kernels, which give the same bits each time."""
     must_save_by: Moment | None = None
-    """Save and stop (exit 75) before this: a time with its zone, or a duration such as 3h50m from each start or resume.
-
-    rlgen starts no step that would end too late. It reserves 1.25 times the longest step and save so far, plus 2 s. Before the
-    first step nothing is measured. If time ends during sampling, a run of one process stops at once, one of several after it.
-    """
+    """Save and stop (exit 75) before this time. Write a time with its zone, or a duration such as 3h50m, which begins anew at
+    each start or resume. rlgen starts no step that would end too late: it reserves 1.25 times the longest step and save so far,
+    plus 2 s. The first step always starts. If the time ends during sampling, a run of one process stops at once. A run of
+    several processes stops after the sampling."""
 
 
 class LoraRecipe(Strict):
@@ -59,8 +58,8 @@ class ModelRecipe(Strict):
     dtype: Dtype = "bfloat16"
     """Dtype of the forward pass. Trained weights are always float32."""
     dither: StrictBool | None = None
-    """In bfloat16: begin each trained float32 weight at a random number among those that round to the loaded one. So small
-    updates count from the first step on. None: true, unless lora is set."""
+    """In bfloat16: start each trained float32 weight at a random value that rounds to the loaded bfloat16 weight. Then even small
+    updates change some bfloat16 weights from the first step on. None: true, unless lora is set."""
     fp32_head: StrictBool = True
     """Compute logits in float32, whatever the dtype is, in trainer and engine."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
@@ -74,7 +73,7 @@ class ModelRecipe(Strict):
     lora: LoraRecipe | None = None
     """Train low-rank adapters and freeze the model. None: train all weights."""
     quantization: Literal["nf4", "int8"] | None = None
-    """Hold the frozen weights under an adapter in 4 or 8 bits (bitsandbytes, GPU only). None: in `dtype`."""
+    """Hold the frozen weights under an adapter in 4 or 8 bits (bitsandbytes, GPU only). None: hold them in `dtype`."""
     route_replay: StrictBool | None = None
     """Mixture of experts: the trainer sends each token to the experts that the engine chose. None: true if the engine returns its
     choice; see `rlgen docs sampling`."""
@@ -93,14 +92,14 @@ class RewardRecipe(Strict):
     name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
     """Name in metrics and rollouts. Default: the function's name."""
     args: dict[StrictStr, Any] = {}
-    """Further arguments of the function, by name; for reward_model and judge their settings, see `rlgen docs judges`."""
+    """Further arguments of the function, by name. Settings of reward_model and judge also stand here, see `rlgen docs judges`."""
     timeout: Seconds = 30.0
     """Seconds that a call may take; then its process is killed."""
     on_error: Literal["fail", "skip", "zero"] = "fail"
     """If a call raises, hangs, dies or returns no number: fail ends the run, skip leaves out its samples, zero gives them 0."""
     max_error_fraction: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.05
-    """With on_error skip or zero: the run ends if more than this share of the reward's calls fails in a step, counted in each
-    training process. The allowed number is rounded up."""
+    """With on_error skip or zero: largest share of this reward's calls that may fail in a step. If more fail, the run ends. Each
+    training process counts its own calls. The allowed number is rounded up."""
 
     @property
     def label(self) -> str:
@@ -139,7 +138,7 @@ class EnvironmentRecipe(Strict):
     args: dict[StrictStr, Any] = {}
     """Arguments of the class, by name. Each conversation gets an object of its own."""
     timeout: Seconds = 10.0
-    """Seconds that an answer may take. After that the conversation ends, and its reward `environment` counts as failed."""
+    """Seconds that an answer may take. After that the conversation ends, and the environment's reward counts as failed."""
     max_output_tokens: Annotated[StrictInt, Field(ge=16, le=10**6)] = 512
     """Longest observation; a longer one is cut, with a mark. It may take at most half of the completion's remaining tokens."""
     role: Literal["user", "tool"] = "user"
@@ -150,8 +149,9 @@ class ScoringRecipe(Strict):
     """Settings of the processes that run rewards, tools and environments."""
 
     workers: Annotated[StrictInt, Field(ge=1, le=1024)] | None = None
-    """Largest number of reward processes for each training process; one more starts when calls wait, up to that. Tools or
-    an environment have the same number of their own. None: the machine's cores divided by its training processes, at most 8."""
+    """Largest number of reward processes for each training process. A new one starts only when calls wait. Tools, or an
+    environment, have processes of their own, up to the same number. None: the machine's cores divided by its training processes,
+    at most 8."""
     memory_gib: Annotated[float, Field(strict=True, ge=0.25, le=10000)] = 4.0
     """Memory limit of each of these processes, in GiB."""
     import_timeout: Annotated[float, Field(strict=True, ge=0.1, le=86400)] = 60.0
@@ -177,7 +177,7 @@ class RolloutRecipe(Strict):
     """file.py:function, or pkg.mod:function. It replaces rlgen's own requests to the engine, see `rlgen docs rollouts`. None:
     rlgen sends each prompt as it is."""
     temperature: Temperature = 1.0
-    """Sampling temperature, 0.01 or more. 0 (greedy) is refused: all completions of a prompt would be equal."""
+    """Sampling temperature. 0 (greedy) is refused, because all completions of a prompt would be equal."""
     top_p: Share = 1.0
     """Sample only from the most probable tokens that together reach this probability. With top_p, top_k or min_p, engine and
     trainer both compute log-probs over the kept tokens; see `rlgen docs sampling`."""
@@ -195,7 +195,7 @@ class RolloutRecipe(Strict):
     max_staleness: Annotated[StrictInt, Field(ge=1, le=100)] | None = None
     """Age limit of a sample's oldest token, in versions. Older samples are dropped and counted. None: rollout.async_steps."""
     dynamic_sampling: Annotated[StrictInt, Field(ge=0, le=100)] = 0
-    """Rounds in which a step may sample more prompts. They replace groups whose rewards are all equal."""
+    """Rounds in which a step may sample more prompts. Their groups replace groups whose rewards are all equal."""
     stream: StrictBool = False
     """Run forward and backward on scored groups while other groups of the step are sampled. The result is the same. It
     takes 8 bytes more for each trained parameter. Needs one process and vLLM. Refuses settings that need the whole batch."""
@@ -207,15 +207,15 @@ class EvalRecipe(Strict):
     source: Text | None = None
     """Source of the held-out rows, in the form of data.source. None: another split of data.source, or other rows of its task."""
     subset: Text | None = None
-    """Configuration of a hub data set. None: data.subset, if the source is that of data."""
+    """Configuration of a hub data set. None: data.subset if eval reads data.source; otherwise no subset."""
     split: Text = "test"
     """Split of a hub data set."""
     revision: Text | None = None
-    """Branch, tag or commit of a hub data set. None: data.revision, if the source is that of data."""
+    """Branch, tag or commit of a hub data set. None: data.revision if eval reads data.source; otherwise the newest."""
     columns: ColumnsRecipe | None = None
     """Columns that hold prompts and answers. They replace all of data.columns. None: data.columns."""
     options: dict[StrictStr, Any] | None = None
-    """Settings of the built-in task, with a source task:NAME. None: data.options, if the task is that of data."""
+    """If the source is task:NAME: settings of this built-in task. None: data.options, if the task is that of data."""
     limit: Count | None = None
     """Use the first rows only."""
     max_prompt_tokens: Count | None = None
@@ -242,7 +242,7 @@ class EvalRecipe(Strict):
 
 class OptimRecipe(Strict):
     kind: Literal["adamw", "adamw_8bit"] = "adamw"
-    """AdamW by torch, or with moments of 8 bits by bitsandbytes: 2 bytes a trained weight instead of 8."""
+    """adamw: AdamW of torch; its moments take 8 bytes for each trained weight. adamw_8bit: that of bitsandbytes, with 2 bytes."""
     offload: StrictBool = False
     """Hold the moments in the machine's memory, and on the GPU only during an optimizer step."""
     learning_rate: Annotated[float, Field(strict=True, gt=0, le=10)] = 1e-6
@@ -284,22 +284,22 @@ class RolloutsRecipe(Strict):
 class SentinelRecipe(Strict):
     max_delta: Annotated[float, Field(strict=True, gt=0, le=100)] | None = None
     """Largest allowed gap between the log-probs of engine and trainer at a sampled token, in nats. If neither this nor mean_delta
-    is set, rlgen measures bounds of its own, for the mean and the RMS of the gap."""
+    is set, rlgen measures how much rounding explains, and bounds the mean and RMS of the gap by a multiple of that."""
     mean_delta: Annotated[float, Field(strict=True, gt=0, le=100)] | None = None
     """Largest allowed mean of this gap over a batch, in nats."""
     on_drift: Literal["warn", "stop", "checkpoint_and_stop"] = "checkpoint_and_stop"
     """If a batch exceeds a bound: warn and train on, stop, or save a checkpoint and stop."""
     probe_every: Count = 10
-    """With rollout.async_steps: syncs between two checks. No batch is then sampled with the current weights, so a check samples
-    a few completions with them."""
+    """With rollout.async_steps: number of syncs from one check to the next. Batches come from older weights, so each check
+    samples a few completions with the current ones."""
 
 
 class ProcessesRecipe(Strict):
     strategy: Literal["ddp", "fsdp"] = "ddp"
     """What each process holds: all weights (ddp), or a share of the weights and of the optimizer's state (fsdp)."""
     shard: Count | None = None
-    """fsdp: number of processes that divide the weights, such as those of one machine. They are neighbouring ranks. Each further
-    group of as many processes holds the same shards. None: all processes."""
+    """fsdp: number of processes that divide the weights among them, for example all processes of one machine. They are
+    neighbouring ranks. The other processes form groups of the same size, and each group holds all shards. None: all processes."""
     experts: Count | None = None
     """fsdp: number of processes that divide the experts of each layer (expert parallelism). None: nobody divides them."""
     tensor: Count | None = None
@@ -352,7 +352,7 @@ class Recipe(Strict):
     tools: Annotated[list[ToolRecipe], Field(max_length=100)] = []
     """Functions that the model may call between its turns."""
     environment: EnvironmentRecipe | None = None
-    """What answers each turn of the model, and rewards it. None: nothing."""
+    """What answers each turn of the model, and rewards it. None: a completion is one turn, which nothing answers."""
     rollout: RolloutRecipe = RolloutRecipe()
     """What a step samples."""
     engine: EngineRecipe = ColocatedEngineRecipe()
@@ -368,7 +368,7 @@ class Recipe(Strict):
     eval: EvalRecipe | None = None
     """Prompts that are never trained on, and how often they are answered."""
     sinks: Annotated[list[SinkRecipe], Field(max_length=4)] = []
-    """Trackers that receive metrics, evaluations and samples, one of each kind; if one fails, the run goes on."""
+    """Trackers that receive metrics, evaluations and samples, at most one tracker of each kind. If one fails, the run goes on."""
     sentinel: SentinelRecipe = SentinelRecipe()
     """How far engine and trainer may differ, and what happens beyond that."""
     health: HealthRecipe = HealthRecipe()

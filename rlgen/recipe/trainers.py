@@ -84,14 +84,14 @@ class PolicyRecipe(Strict):
     kl_use_weight: StrictBool = False
     """Multiply the KL in the loss by the importance weight, like the rest of the loss."""
     clip_low: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.2
-    """The ratio is clipped below 1 - clip_low. Acts from the second update of a rollout on."""
+    """The ratio is clipped below 1 - clip_low. The first update on a rollout clips nothing."""
     clip_high: Annotated[float, Field(strict=True, ge=0, le=100)] = 0.28
     """The ratio is clipped above 1 + clip_high."""
     delta: Annotated[float, Field(strict=True, gt=1, le=1e6)] | None = None
-    """Upper bound of the ratio also for negative advantages, where clip_high does not act. Must be above 1 + clip_high."""
+    """Upper bound of the ratio for negative advantages; clip_high acts on positive ones only. Must be above 1 + clip_high."""
     off_policy_max: Annotated[float, Field(strict=True, ge=0, le=1000)] | None = None
-    """Drop a completion of negative advantage if, averaged over its tokens, the engine's log-prob exceeds the policy's by more
-    than this, in nats."""
+    """Limit on a completion's mean difference, in nats a token, of the engine's log-prob minus the policy's. A completion with a
+    negative advantage and a larger difference is dropped."""
     top_entropy: Share = 1.0
     """Learn only from this share of the tokens, those of the highest entropy. A value below 1 costs a forward pass."""
     entropy_bonus: Annotated[float, Field(strict=True, ge=0, le=100)] = 0.0
@@ -131,8 +131,8 @@ class GRPORecipe(PolicyRecipe, Preset):
     completions. prompt_mean: over each prompt's tokens, then over prompts. seq_sum: sum over each completion, then mean over
     completions. fixed: seq_sum divided by rollout.max_completion_tokens. The default follows from `loss`."""
     scale_rewards: Literal["group", "batch", "batch_centered", "none"] = "group"
-    """Divide advantages by the standard deviation of rewards: those of the group, those of the batch, or those of the batch less
-    their group's mean (batch_centered). Default for dr_grpo: none."""
+    """Divide advantages by a standard deviation of rewards. group: that of the group. batch: that of the batch. batch_centered:
+    that of the batch, after each group's mean is subtracted. none: do not divide. Default for dr_grpo: none."""
     combine_rewards: Literal["sum", "normalize_then_sum"] = "sum"
     """Several rewards: sum them, or normalise each within its groups first (GDPO)."""
     cispo_max: Annotated[float, Field(strict=True, ge=1, le=1e6)] = 5.0

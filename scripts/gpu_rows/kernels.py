@@ -61,8 +61,13 @@ def head(place: Place) -> Finding:
         Value("its matrix products", products / seconds / 1e12, "TFLOP/s"),
         Value("time ÷ that of all logits at once", seconds / once_seconds, "×"),
         Value("memory ÷ that of all logits at once", most / once_most, "×", most=HEAD_MEMORY),
-        Value("log-probs: max |Δ| to all at once", (logp - once_logp).abs().max().item(), "nats", most=4 * HEAD_AGREES),
-        Value("gradients: ‖Δ‖/‖g‖ to all at once", off, "", most=HEAD_AGREES),
+        Value(
+            "log-probs: max |Δ| to those of all logits at once",
+            (logp - once_logp).abs().max().item(),
+            "nats",
+            most=4 * HEAD_AGREES,
+        ),
+        Value("gradients: ‖Δ‖/‖g‖ to those of all logits at once", off, "", most=HEAD_AGREES),
     ]
     numbers = {"mib": most / MIB, "at_once_mib": once_most / MIB, "at_once_ms": 1e3 * once_seconds}
     return judged(values, f"{tokens} tokens, vocabulary {vocabulary}, hidden size {hidden_size}, bfloat16", numbers)
@@ -127,8 +132,8 @@ def attention(place: Place) -> Finding:
     values = [
         Value("chosen kernel, forward and backward", 1e3 * seconds, "ms"),
         Value("its matrix products", products / seconds / 1e12, "TFLOP/s"),
-        Value("its memory ÷ that of all scores", most / math_most, "×", most=ATTENTION_MEMORY),
-        Value("its output: max |Δ| to that of all scores", (output - wanted).abs().max().item(), "", most=0.05),
+        Value("its memory ÷ that of a full score matrix", most / math_most, "×", most=ATTENTION_MEMORY),
+        Value("its output: max |Δ| to that of a full score matrix", (output - wanted).abs().max().item(), "", most=0.05),
     ]
     timed = ", ".join(f"{name} {one['ms']:.2f} ms" for name, one in numbers.items() if isinstance(one, dict))
     return judged(values, f"{rows} rows of {length} tokens, {heads} heads of {size}, bfloat16; by name: {timed}", numbers)

@@ -88,9 +88,9 @@ def arithmetic(name: str) -> Callable[[Place], Finding]:
         else:
             values = [
                 Value("log-probs: mean |Δ| to float64", of_device.mean, "nats"),
-                Value("log-probs: mean ÷ the CPU's", of_device.mean / of_cpu.mean, "×", most=OF_THE_CPU),
+                Value("log-probs: mean |Δ| ÷ mean |Δ| on the CPU", of_device.mean / of_cpu.mean, "×", most=OF_THE_CPU),
                 Value("gradient: ‖Δ‖/‖g‖ to float64", of_device.gradient, ""),
-                Value("gradient: difference ÷ the CPU's", of_device.gradient / of_cpu.gradient, "×", most=OF_THE_CPU),
+                Value("gradient: ‖Δ‖/‖g‖ ÷ that on the CPU", of_device.gradient / of_cpu.gradient, "×", most=OF_THE_CPU),
             ]
         numbers = {"cpu": vars_of(of_cpu), "device": vars_of(of_device), "float32_products": torch.get_float32_matmul_precision()}
         layers = f"{config.num_hidden_layers} layers of {config.hidden_size}, {rows} rows of {length} tokens"
@@ -116,7 +116,7 @@ def packed(place: Place) -> Finding:
     layers, length = (4, 512) if place.gpu else (2, 96)
     windowed = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": layers // 2}
     values, numbers = [], {}
-    for name, window in (("full", dict[str, int]()), ("window", windowed)):
+    for name, window in (("full attention", dict[str, int]()), ("sliding window", windowed)):
         config = config_of(place, num_hidden_layers=layers, **({"vocab_size": 32_768} if place.gpu else {}), **window)
         samples = made_up(Shape(2 * GROUP, length), config.vocab_size, ragged=True)
         batch = collate(samples, range(2 * GROUP), device)
@@ -126,9 +126,9 @@ def packed(place: Place) -> Finding:
         own = Distance.between(scored(model, torch.bfloat16, batch, prompts_of(samples)), exact)
         values += [
             Value(f"{name}: log-probs, mean |Δ| to float32", own.mean, "nats"),
-            Value(f"{name}: log-probs ÷ the padded rows'", own.mean / padded.mean, "×", most=OF_PADDED),
+            Value(f"{name}: log-probs, mean |Δ| ÷ that of padded rows", own.mean / padded.mean, "×", most=OF_PADDED),
             Value(f"{name}: gradient, ‖Δ‖/‖g‖ to float32", own.gradient, ""),
-            Value(f"{name}: gradient ÷ the padded rows'", own.gradient / padded.gradient, "×", most=OF_PADDED),
+            Value(f"{name}: gradient, ‖Δ‖/‖g‖ ÷ that of padded rows", own.gradient / padded.gradient, "×", most=OF_PADDED),
         ]
         numbers[name] = {"packed": vars_of(own), "padded": vars_of(padded), "layers": config.layer_types}
     return judged(values, f"{layers} layers, {2 * GROUP} rows of up to {length} tokens in two groups", numbers)
@@ -185,7 +185,7 @@ def sharded(place: Place) -> Finding:
         values += [
             Value(f"{name}: gradient, ‖Δ‖/‖g‖ to the whole policy's", off / norm, "", most=SHARDED[dtype]),
             Value(f"{name}: time ÷ the whole policy's", seconds["sharded"] / seconds["whole"], "×"),
-            Value(f"{name}: policies that do not pack as a run would", unlike, "of 2", most=0),
+            Value(f"{name}: policies that chose packed or padded rows otherwise than in a run", unlike, "of 2", most=0),
         ]
         numbers[name] = {
             "max_delta_logp": delta,

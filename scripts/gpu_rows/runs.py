@@ -98,7 +98,7 @@ def resume(place: Place) -> Finding:
         return failed(f"resume is not exact here: {difference} (undisturbed and resumed)")
     records = [json.loads(line) for line in (folders[1] / "metrics.jsonl").read_text().splitlines()]
     values = [
-        Value("equal steps", len(records), "", least=4, most=4),
+        Value("steps that equal those of a run that never stopped", len(records), "", least=4, most=4),
         Value("least norm of the gradient after the resume", min(record["grad_norm"] for record in records[2:]), "", least=1e-3),
     ]
     return judged(values, "tiny:qwen3, bfloat16, 32 completions a step", {"losses": [record["loss"] for record in records]})
@@ -120,7 +120,7 @@ def learning(place: Place) -> Finding:
     first, last = fmean(rewards[:AT_START]), fmean(rewards[-AT_END:])
     values = [
         Value(f"reward of the last {AT_END} steps", last, ""),
-        Value(f"its rise over the first {AT_START} steps", last - first, "", least=RISE),
+        Value(f"that reward minus the reward of the first {AT_START} steps", last - first, "", least=RISE),
         Value("largest |Δ| of engine and trainer", max(record["sampler/delta_max"] for record in records), "nats", most=1e-4),
         Value("steps with an alarm of the sentinel", sum(bool(record["sentinel/drift"]) for record in records), "", most=0),
         Value("tokens generated", per_second(records[1:], "tokens/generated", "time/generate"), "a second"),

@@ -14,7 +14,7 @@ from gpu_rows.record import GIB, Finding, Place, Value, judged
 GROUP = 8
 PROMPT = 64
 # An estimate may be too large rather than too small. With gradient checkpointing it knows a layer's size on average alone.
-LEAST, MOST = 0.85, {"whole": 1.5, "checkpointed": 2.2, "offloaded": 2.2}
+LEAST, MOST = 0.85, {"activations kept": 1.5, "checkpointed": 2.2, "offloaded": 2.2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,13 @@ def update(place: Place) -> Finding:
         seconds, passes = update_seconds(place, config, shape, kind)
         gc.collect()  # a policy is part of a cycle
         work = flops(config, shape, kind == "packed")
-        values.append(Value(f"{kind}: MFU, of the measured rate of products", 100 * work / seconds / rate, "%"))
+        values.append(Value(f"{kind}: MFU, relative to the measured matrix product", 100 * work / seconds / rate, "%"))
         if name in VENDOR:
             of_vendor = 100 * work / seconds / VENDOR[name] / 1e12
-            values.append(Value(f"{kind}: MFU, of the vendor's {VENDOR[name]:g} TFLOP/s", of_vendor, "%"))
+            values.append(Value(f"{kind}: MFU, relative to the vendor's {VENDOR[name]:g} TFLOP/s", of_vendor, "%"))
         values += [
             Value(f"{kind}: an update", 1e3 * seconds, "ms"),
-            Value(f"{kind}: of that forward and backward", 1e3 * passes, "ms"),
+            Value(f"{kind}: forward and backward within the update", 1e3 * passes, "ms"),
             Value(f"{kind}: tokens", shape.tokens / seconds, "a second"),
         ]
         numbers[f"{kind}_tflop"] = work / 1e12
@@ -220,7 +220,7 @@ def plan_of(place: Place, shape: Shape, kind: str) -> Any:
         length=shape.length,
         trainer_bytes=2,
         fp32_head=True,
-        checkpointing=kind != "whole",
+        checkpointing=kind != "activations kept",
         offload_activations=kind == "offloaded",
         offload_moments=kind == "offloaded",
         reference=False,
@@ -247,7 +247,7 @@ def phases_of(place: Place, config: Any, shape: Shape, kind: str) -> dict[str, i
     from rlgen.types import WHOLE
 
     model = random_model(config, place.device)
-    if kind != "whole":
+    if kind != "activations kept":
         checkpoint_activations(model)
     policy, offloads = Policy(model, torch.bfloat16, fp32_head=True), kind == "offloaded"
     policy.offload_activations = offloads

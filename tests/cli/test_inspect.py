@@ -36,7 +36,7 @@ def shown(path: Path, capsys: Captured, *overrides: str) -> list[str]:
 def test_a_value_stands_with_its_origin_and_its_sentence(recipe_file: Path, capsys: Captured) -> None:
     lines = shown(recipe_file, capsys, "run.seed=3", "model.lora={rank: 4}", "data.options={size: 9}")
     for value, sentence in {
-        "  run.seed = 3  (--set 1: run.seed=3)": "    Every random choice follows from the seed and its position in the run.",
+        "  run.seed = 3  (--set 1: run.seed=3)": "    The seed and the position in the run determine each random choice.",
         "  optim.weight_decay = 0.0  (default)": "    Weight decay of AdamW.",
         "  model.lora.rank = 4  (--set 2: model.lora={rank: 4})": "    Rank of the two factors of each adapted layer.",
         "  data.options.size = 9  (--set 3: data.options={size: 9})": "    Rows that are made.",
