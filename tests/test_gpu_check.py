@@ -171,7 +171,7 @@ def test_shards_are_opened_as_a_run_opens_them_and_packed(tmp_path: Path, monkey
     found = parity.sharded(Place(folder=str(tmp_path), gpu=False))
     assert (
         found.status == "failed"
-        and "float32: policies that chose packed or padded rows otherwise than in a run is 2" in found.sentence
+        and "float32: policies whose choice of packed or padded rows differs from a run's is 2" in found.sentence
     )
 
 

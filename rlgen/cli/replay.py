@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rlgen.analysis.run import read_run
 from rlgen.cli.output import echo, plain_table
 from rlgen.metrics import Metric
-from rlgen.recipe.models import ProcessesRecipe
+from rlgen.recipe.processes import ProcessesRecipe
 from rlgen.run.console import Terminal
 from rlgen.run.directory import without_nonfinite
 from rlgen.run.find import find_run

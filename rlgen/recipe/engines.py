@@ -135,7 +135,7 @@ class ServerEngineRecipe(VllmRecipe):
     launch: StrictBool = False
     """Start the servers, restart one that dies, and stop them when the run ends."""
     servers: Annotated[StrictInt, Field(ge=1, le=1000)] = 1
-    """Servers to launch. They share the work; on GPUs they divide `devices`."""
+    """Servers to launch. They share the work. On GPUs, each gets an equal part of `devices`."""
     host: Text = "127.0.0.1"
     """Address on which a launched server listens."""
     port: Annotated[StrictInt, Field(ge=1, le=65535)] | None = None
@@ -158,8 +158,8 @@ class ServerEngineRecipe(VllmRecipe):
     """With model.lora: send all weights with the adapter merged in, or only the adapter, which servers merge."""
     in_flight: InFlight | None = None
     """With rollout.async_steps: change the weights while a server answers requests (true), or after it has answered them (false).
-    None: true if rollout.async_steps is 2 or more. With {recompute: false} weights change as with true, but running
-    requests keep their KV cache."""
+    None: true if rollout.async_steps is 2 or more. {recompute: false}: change the weights while a server answers,
+    too, but let running requests keep their KV cache."""
 
     @property
     def memory(self) -> str:

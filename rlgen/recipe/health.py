@@ -11,8 +11,8 @@ class HealthRule(Strict):
     threshold: Annotated[float, Field(strict=True, ge=0, le=1e9)]
     """A value beyond this one is a bad sign."""
     steps: Annotated[StrictInt, Field(ge=1, le=10000)]
-    """Number of steps in a row in which the value must be beyond the threshold before rlgen acts. Steps without the value do not
-    count."""
+    """rlgen acts after the sign was seen in so many steps in a row (`reward_std`: in most of so many steps). Steps that do not
+    measure the value are skipped."""
     action: Literal["ignore", "warn", "stop", "checkpoint_and_stop"] | None = None
     """None: health.action."""
 
@@ -21,11 +21,11 @@ class HealthRecipe(Strict):
     """Rules for signs of a failing run, checked after each step. A rule that is set in part keeps its other defaults."""
 
     action: Literal["warn", "stop", "checkpoint_and_stop"] = "warn"
-    """If a rule is broken: warn and go on, stop, or save a checkpoint and stop."""
+    """What rlgen does if a sign below is seen: warn and go on, stop, or save a checkpoint and stop."""
     reward: HealthRule = HealthRule(threshold=0.0, steps=20)
     """The absolute value of the mean reward is at or below the threshold."""
     reward_std: HealthRule = HealthRule(threshold=0.0, steps=10)
-    """The standard deviation of a step's rewards is at or below the threshold in more than half of the last `steps` steps."""
+    """The standard deviation of a step's rewards is at or below the threshold, in more than half of the last `steps` steps."""
     reward_failed: HealthRule = HealthRule(threshold=0.0, steps=1)
     """The number of failed rewards in a step is above the threshold. A failed call for a group counts once for each sample."""
     unscored: HealthRule = HealthRule(threshold=1.0, steps=1)

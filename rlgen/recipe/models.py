@@ -12,6 +12,7 @@ from rlgen.recipe.data import ColumnsRecipe, DataRecipe
 from rlgen.recipe.engines import ColocatedEngineRecipe, EngineNeeds, EngineRecipe, ServerEngineRecipe, VllmRecipe
 from rlgen.recipe.fields import Count, Dtype, Moment, Number, Seconds, Share, Strict, Temperature, Text
 from rlgen.recipe.health import HealthRecipe
+from rlgen.recipe.processes import ClusterRecipe, ProcessesRecipe
 from rlgen.recipe.sinks import SinkRecipe
 from rlgen.recipe.trainers import GRPORecipe, TrainerRecipe
 
@@ -47,7 +48,8 @@ class LoraRecipe(Strict):
     use_rslora: StrictBool = False
     """Scale by alpha / sqrt(rank) instead (2312.03732)."""
     targets: Text | Annotated[list[Text], Field(min_length=1, max_length=10000)] = "all-linear"
-    """Layers to adapt. all-linear: every linear layer but the head. A list, such as [q_proj, v_proj]: ends of layer names."""
+    """Layers to adapt. all-linear: every linear layer but the head. A list, such as [q_proj, v_proj]: layers whose names end
+    so."""
 
 
 class ModelRecipe(Strict):
@@ -172,7 +174,8 @@ class RolloutRecipe(Strict):
     """Limit on the model's turns in a conversation. If the last turn calls a tool, or the environment is not done, the completion
     counts as truncated."""
     reply_timeout: Seconds = 600.0
-    """Seconds that the reply to a turn may take, including the wait for a free process; then the completion is truncated."""
+    """Seconds that the reply to a turn may take, with the wait for a free process. If it takes longer, the completion is
+    truncated."""
     use: Text | None = None
     """file.py:function, or pkg.mod:function. It replaces rlgen's own requests to the engine, see `rlgen docs rollouts`. None:
     rlgen sends each prompt as it is."""
@@ -186,7 +189,7 @@ class RolloutRecipe(Strict):
     min_p: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.0
     """Sample only from tokens with at least this share of the highest probability."""
     stop: Annotated[list[Annotated[StrictStr, Field(min_length=1, max_length=100)]], Field(max_length=16)] = []
-    """Texts that end a completion, besides the end token. The text and the token that completes it stay in the completion."""
+    """Texts that end a completion, besides the end token. A completion keeps this text, and the whole token in which it ends."""
     stop_token_ids: Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(max_length=64)] = []
     """Ids that end a completion, besides the end token. They stay in the completion."""
     async_steps: Annotated[StrictInt, Field(ge=0, le=64)] = 0
@@ -215,7 +218,7 @@ class EvalRecipe(Strict):
     columns: ColumnsRecipe | None = None
     """Columns that hold prompts and answers. They replace all of data.columns. None: data.columns."""
     options: dict[StrictStr, Any] | None = None
-    """If the source is task:NAME: settings of this built-in task. None: data.options, if the task is that of data."""
+    """If the source is task:NAME: settings of this built-in task. None: data.options, if data has the same task."""
     limit: Count | None = None
     """Use the first rows only."""
     max_prompt_tokens: Count | None = None
@@ -242,7 +245,7 @@ class EvalRecipe(Strict):
 
 class OptimRecipe(Strict):
     kind: Literal["adamw", "adamw_8bit"] = "adamw"
-    """adamw: AdamW of torch; its moments take 8 bytes for each trained weight. adamw_8bit: that of bitsandbytes, with 2 bytes."""
+    """adamw: AdamW of torch; its moments take 8 bytes for each trained weight. adamw_8bit: AdamW of bitsandbytes; they take 2."""
     offload: StrictBool = False
     """Hold the moments in the machine's memory, and on the GPU only during an optimizer step."""
     learning_rate: Annotated[float, Field(strict=True, gt=0, le=10)] = 1e-6
@@ -256,8 +259,8 @@ class OptimRecipe(Strict):
     max_grad_norm: Annotated[float, Field(strict=True, gt=0, le=1e6)] = 1.0
     """Gradients with a larger norm are scaled down to this norm."""
     micro_batch_tokens: Count = 16384
-    """Limit on tokens that go through the model together, padding included. Changes memory and speed, never the result. The
-    default grows to the longest row."""
+    """Limit on tokens that go through the model together, padding included. Changes memory and speed, never the result. If the
+    longest row has more tokens than the default, that number is the default."""
     packing: StrictBool | None = None
     """Lay the rows of a micro-batch end to end, without padding, and compute a group's prompt once. The result is the same. None:
     true if it is faster (on the CPU, and in bfloat16 on a GPU) and the model allows it."""
@@ -284,7 +287,7 @@ class RolloutsRecipe(Strict):
 class SentinelRecipe(Strict):
     max_delta: Annotated[float, Field(strict=True, gt=0, le=100)] | None = None
     """Largest allowed gap between the log-probs of engine and trainer at a sampled token, in nats. If neither this nor mean_delta
-    is set, rlgen measures how much rounding explains, and bounds the mean and RMS of the gap by a multiple of that."""
+    is set, rlgen bounds the mean and the RMS of the gap by a multiple of the gap that rounding alone causes."""
     mean_delta: Annotated[float, Field(strict=True, gt=0, le=100)] | None = None
     """Largest allowed mean of this gap over a batch, in nats."""
     on_drift: Literal["warn", "stop", "checkpoint_and_stop"] = "checkpoint_and_stop"
@@ -292,48 +295,6 @@ class SentinelRecipe(Strict):
     probe_every: Count = 10
     """With rollout.async_steps: number of syncs from one check to the next. Batches come from older weights, so each check
     samples a few completions with the current ones."""
-
-
-class ProcessesRecipe(Strict):
-    strategy: Literal["ddp", "fsdp"] = "ddp"
-    """What each process holds: all weights (ddp), or a share of the weights and of the optimizer's state (fsdp)."""
-    shard: Count | None = None
-    """fsdp: number of processes that divide the weights among them, for example all processes of one machine. They are
-    neighbouring ranks. The other processes form groups of the same size, and each group holds all shards. None: all processes."""
-    experts: Count | None = None
-    """fsdp: number of processes that divide the experts of each layer (expert parallelism). None: nobody divides them."""
-    tensor: Count | None = None
-    """fsdp: number of processes that split each layer and compute it together (tensor parallelism). None: nobody splits them."""
-    context: Count | None = None
-    """fsdp: number of processes that share out the tokens of their rows (context parallelism). None: nobody shares them."""
-    defer_sync: bool = False
-    """fsdp: send gradients once an update, not after each micro-batch. This takes 4 bytes more for each parameter."""
-    count: Count | None = None
-    """Processes that must run; torchrun or accelerate starts them. None: any number."""
-    timeout: Annotated[float, Field(strict=True, ge=1, le=86400)] = 600.0
-    """If a process gives no sign of life for this many seconds, all processes end."""
-
-    @property
-    def sharing(self) -> int:
-        """Returns how many processes share out a micro-batch. It may have as many times optim.micro_batch_tokens."""
-        return self.context or 1
-
-
-class ClusterRecipe(Strict):
-    kind: Literal["ray"]
-    """Ray places, starts and watches the processes of the run (`rlgen docs cluster`)."""
-    address: Text = "auto"
-    """HOST:PORT of the cluster's head. auto: the cluster that this machine belongs to."""
-    trainers: Count = 1
-    """Processes that train."""
-    servers: Annotated[StrictInt, Field(ge=0, le=1000)] = 0
-    """vLLM servers to start for the run, with `engine: {kind: server}`; each gets engine.tensor_parallel_size GPUs."""
-    gpus: Annotated[StrictInt, Field(ge=0, le=1)] | None = None
-    """GPUs of each trainer. None: 1, if the cluster has GPUs."""
-    cpus: Count = 1
-    """Cores that Ray reserves for each trainer and each server."""
-    restarts: Annotated[StrictInt, Field(ge=0, le=1000)] = 3
-    """How often the run may restart from its newest checkpoint after losing a node or a process."""
 
 
 class Recipe(Strict):

@@ -90,8 +90,8 @@ class PolicyRecipe(Strict):
     delta: Annotated[float, Field(strict=True, gt=1, le=1e6)] | None = None
     """Upper bound of the ratio for negative advantages; clip_high acts on positive ones only. Must be above 1 + clip_high."""
     off_policy_max: Annotated[float, Field(strict=True, ge=0, le=1000)] | None = None
-    """Limit on a completion's mean difference, in nats a token, of the engine's log-prob minus the policy's. A completion with a
-    negative advantage and a larger difference is dropped."""
+    """The engine's log-prob minus the policy's, as a mean over a completion's tokens, in nats. A completion with a negative
+    advantage is dropped if its mean is larger than this."""
     top_entropy: Share = 1.0
     """Learn only from this share of the tokens, those of the highest entropy. A value below 1 costs a forward pass."""
     entropy_bonus: Annotated[float, Field(strict=True, ge=0, le=100)] = 0.0
@@ -159,7 +159,8 @@ class RLOORecipe(PolicyRecipe):
     clip_high: Annotated[float, Field(strict=True, ge=0, le=100)] = 0.2
     """The ratio is clipped above 1 + clip_high."""
     ratio: Literal["token", "sequence"] = "token"
-    """Clip the ratio of each token, or their product over the completion. The product explodes on long completions."""
+    """token: clip the ratio of each token. sequence: clip the product of the ratios of a completion's tokens. The product
+    explodes on long completions."""
     reward_clip: tuple[Number, Number] | None = None
     """Lowest and highest reward. Rewards outside are moved to these bounds, before a KL is subtracted."""
     normalize_advantages: StrictBool = False

@@ -22,7 +22,7 @@ from rlgen.files import private_files, write_text, written
 from rlgen.heap import importing, keep_freed_memory
 from rlgen.recipe import LoadedRecipe, load_recipe
 from rlgen.recipe.fields import moment
-from rlgen.recipe.models import ProcessesRecipe
+from rlgen.recipe.processes import ProcessesRecipe
 from rlgen.run.console import OUTPUTS, Console, check_progress, log_to
 from rlgen.run.directory import RunDirectory, ended_as
 from rlgen.run.launch import Launch, check_launch, parents

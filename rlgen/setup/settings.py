@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from rlgen.models.memory_errors import Phase, memory_advice
 from rlgen.recipe import Recipe
-from rlgen.recipe.models import ModelRecipe, OptimRecipe, ProcessesRecipe, RolloutRecipe, RunRecipe
+from rlgen.recipe.models import ModelRecipe, OptimRecipe, RolloutRecipe, RunRecipe
+from rlgen.recipe.processes import ProcessesRecipe
 from rlgen.recipe.trainers import TrainerRecipe
 
 # A group with a completion of more than this share of max_completion_tokens is trained on last (`rollout.stream`).

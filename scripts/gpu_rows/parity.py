@@ -185,7 +185,7 @@ def sharded(place: Place) -> Finding:
         values += [
             Value(f"{name}: gradient, ‖Δ‖/‖g‖ to the whole policy's", off / norm, "", most=SHARDED[dtype]),
             Value(f"{name}: time ÷ the whole policy's", seconds["sharded"] / seconds["whole"], "×"),
-            Value(f"{name}: policies that chose packed or padded rows otherwise than in a run", unlike, "of 2", most=0),
+            Value(f"{name}: policies whose choice of packed or padded rows differs from a run's", unlike, "of 2", most=0),
         ]
         numbers[name] = {
             "max_delta_logp": delta,
