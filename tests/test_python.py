@@ -221,6 +221,17 @@ def test_a_class_that_lacks_something_is_refused(folder: Path) -> None:
         OwnAlgorithm.load(OwnRecipe(kind="own", use=f"{folder / 'own.py'}:Own"))
 
 
+@pytest.mark.parametrize(
+    "wrong", ["trained=found.advantages", "trained=found.trained[:1]", "pair_id=None", "advantages=found.advantages / 0"]
+)
+def test_advantages_of_another_shape_are_refused(folder: Path, wrong: str) -> None:
+    good = "found = Advantages.of_policy(found, found == 2, scores, self.recipe)"
+    made = re.sub(r"return Advantages.*", f"{good}; import dataclasses; return dataclasses.replace(found, {wrong})", OWN)
+    (folder / "own.py").write_text(made.format(body=PLAIN))
+    with pytest.raises(CodeError, match=r"own\.py:Own\.advantages must return Advantages with a finite advantage for each row"):
+        OwnAlgorithm.load(OwnRecipe(kind="own", use=f"{folder / 'own.py'}:Own"))
+
+
 def test_rows_in_pairs_beside_rows_in_none_are_refused(folder: Path) -> None:
     """Only pairs would get a micro-batch."""
     paired = "found = Advantages.of_policy(found, found == 2, scores, self.recipe); found.pair_id[:2] = 0; return found"

@@ -74,9 +74,11 @@ class OwnAlgorithm:
 
     def advantages(self, scores: Scores) -> Advantages:
         advantages = call_function(self.use, "advantages", lambda: self.algorithm.advantages(scores))
-        fits = isinstance(advantages, Advantages) and advantages.advantages.shape == scores.rewards.shape
-        if not fits or not advantages.advantages.isfinite().all():
-            raise CodeError(f"trainer.use: {self.use}.advantages must return Advantages with a finite advantage for each row")
+        columns = [getattr(advantages, column.name, None) for column in fields(Advantages)]
+        fits = all(isinstance(one, Tensor) and one.shape == scores.rewards.shape for one in columns)
+        if not fits or not advantages.advantages.isfinite().all() or advantages.trained.dtype != torch.bool:
+            what = "Advantages with a finite advantage for each row, and the other columns as long"
+            raise CodeError(f"trainer.use: {self.use}.advantages must return {what}")
         paired = (advantages.pair_id >= 0)[advantages.trained]
         if paired.any() and not paired.all():
             raise CodeError(f"trainer.use: {self.use}.advantages trains rows in pairs and rows in none; train one kind only")

@@ -136,6 +136,7 @@ def count(
         vocabulary = model.get_output_embeddings().weight.shape[0]
         if tensor is not None:
             plan_of_layers(model, tensor, dtype)
+    cache = cache_elements(config)  # the engine splits its cache by a number of its own
     if tensor is not None:  # a process computes its part of each layer, for the rows of the whole group
         config, rows = one_part(config, tensor), rows * tensor
     return Counts(
@@ -147,7 +148,7 @@ def count(
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         vocabulary=vocabulary,
-        cache_token=cache_elements(config),
+        cache_token=cache,
         kept=kept_bytes(config, attention, rows, length, dtype, checkpointing=False),
         kept_checkpointed=kept_bytes(config, attention, rows, length, dtype, checkpointing=True),
     )

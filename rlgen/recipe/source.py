@@ -79,17 +79,14 @@ def read_source(path: Path) -> Source:
         parent, asked = document.data.pop("extends", None), document.places.pop(("extends",), "")
         documents.append(document)
         if not asked:
-            merged = reduce(
-                _merged, reversed(documents)
-            )  # from the last parent on: a file without a kind has that of its parents
+            merged = reduce(_merged, reversed(documents))  # from the last parent on: a file without a kind has its parents'
             return Source(merged.data, merged.places, problems, files)
         if not isinstance(parent, str) or not parent:
             raise RecipeError(in_order([*problems, Problem(asked, "extends: must be the path of one recipe, as text")], files))
-        place = (
-            path.resolve().parent / os.path.expanduser(parent)
-        ).resolve()  # as other paths: the file's, not that of a link to it
-        written = Path(os.path.normpath(path.parent / os.path.expanduser(parent)))
-        path = written if written.resolve() == place else place
+        # As other paths: beside the file, not beside a link to it. Unlike Path.resolve, realpath accepts a link to itself.
+        place = os.path.realpath(os.path.join(os.path.dirname(os.path.realpath(path)), os.path.expanduser(parent)))
+        written = os.path.normpath(path.parent / os.path.expanduser(parent))
+        path = Path(written if os.path.realpath(written) == place else place)
 
 
 def _merged(below: yaml.Document, above: yaml.Document) -> yaml.Document:

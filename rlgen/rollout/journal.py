@@ -55,6 +55,7 @@ from rlgen.rollout.samples import Samples
 from rlgen.types import Completion, Group, Prompt, Request, Sample, Sampling
 
 Place = tuple[int, int]  # group id, sample index
+OF_NO_LOGP = ("max_model_len", "cache_block", "experts")  # facts of an engine that change no log-prob, or that its plan has, too
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,7 +99,7 @@ class Journal:
 
         Args:
             done: last step that the checkpoint contains.
-            engine: facts that decide log-probs; `max_model_len` and `cache_block` are left out of the digest.
+            engine: facts that decide log-probs; those of `OF_NO_LOGP` are left out of the digest.
             judge: values that decide the rewards.
             beside: values that decide the answers, other than the engine's facts and the trained weights.
             versions: how many versions before the present one may sample for a step (`rollout.async_steps`), at least 1.
@@ -117,7 +118,7 @@ class Journal:
                     files.setdefault(journal_step(path) or 0, []).append(path.name)
             return files, [line for path in later if is_start(path) for line in sound_lines(path, say)]
 
-        described = {name: value for name, value in asdict(engine).items() if name not in ("max_model_len", "cache_block")}
+        described = {name: value for name, value in asdict(engine).items() if name not in OF_NO_LOGP}
         files, starts = processes.on_main(look)
         return cls(
             folder=folder,

@@ -321,7 +321,8 @@ def _lock(path: Path) -> int:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(file).st_nlink:
                 return file
-            raise BlockingIOError(errno.EWOULDBLOCK, "the holder of the lock has removed it with the folder")
+            os.close(file)
+            raise UsageError(f"{path} was removed just now, by another start that failed; start again")
         except OSError as error:
             if error.errno not in HELD:  # the file system does not support locks, or cannot lock now
                 os.close(file)

@@ -313,6 +313,9 @@ def paths(probe: Probe) -> Rung:
     samples = probe.sample(WHOLE, FEWER_TOKENS)
     if (most := probe.engine.facts().max_model_len) is not None:  # an engine prefills only rows to which it could add a token
         samples = [first_tokens(one, most - 1) for one in samples if len(one.prompt_ids) < most - 1]
+    if not samples:
+        sentence = f"The engine prefills no prompt with a token more: its rows have at most {most} tokens."
+        return Rung(number=5, name="paths", verdict=Outcome.NOT_MEASURABLE, sentence=sentence)
     decoded = sampler_logp(samples)
     rows = [(sample.prompt_ids, sample.completion_ids) for sample in samples]
     images = [sample.images for sample in samples]

@@ -120,7 +120,8 @@ def reopen(path: Path, loaded: LoadedRecipe, resolved: str) -> RunDirectory:
         # An evaluation does not affect training, so that a run that had none may get one.
         steps = ("run.steps",) if loaded.recipe.optim.schedule == "constant" else ()
         free, now = (*steps, *MAY_CHANGE, *(("eval",) if before.get("eval") is None else ())), yaml.safe_load(resolved)
-        others = moved(loaded.recipe, before, now) if RunDirectory.attempts(path) else ()
+        # Without a checkpoint nothing is resumed, and no digest compared.
+        others = moved(loaded.recipe, before, now) if any(directory.checkpoints.glob("step_*")) else ()
         if changed := changes(before, now, (*free, *others)):
             raise UsageError(
                 f"--resume: the recipe differs from that of the run in {path}:\n"

@@ -142,14 +142,14 @@ class Guard:
             if self.save.on_drift and at != self.start:
                 self.save(at, wait=True)
             raise
-        except EngineError as error:
+        except EngineError:
             self.early.close()
             set_random(draws)
             if at != self.start and not self.shared:
                 try:
                     self.save(at, wait=True)
                 except Exception as unsaved:  # a GPU that failed under the engine fails here, too: the first error explains more
-                    raise error from unsaved
+                    self.save.report.console.say(f"warning: step {at.step} could not be saved: {unsaved}")
             raise
         except StopNow:
             self.early.close()

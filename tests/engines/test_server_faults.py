@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ import torch
 from conftest import plan_of, tiny_model
 from helpers.engines import changed, kill, recoveries, server_plan
 from helpers.samples import make_sample
+from helpers.waiting import HANGS
 
 from rlgen.engines import fleet as fleet_module
-from rlgen.engines.base import EngineCapabilities, SyncReport, model_shape
+from rlgen.engines.base import EngineCapabilities, Pending, SyncReport, model_shape
 from rlgen.engines.fleet import ServerPool
 from rlgen.engines.http import Server, WeightsKept
 from rlgen.engines.launch import new_token, start_servers
@@ -282,13 +283,20 @@ def test_a_cache_that_another_run_filled_is_not_kept(bench: Bench) -> None:
         close(one)
 
 
+def half_answered(engine: ServerEngine, requests: Sequence[Request]) -> Pending:
+    """Submits the requests, and returns when eight are answered: eight are under way then, and others wait."""
+    answered = threading.Semaphore(0)
+    sampling = Sampling(max_tokens=110, temperature=1.0, stop_ids=tuple(range(254, 258)))
+    pending = engine.submit(requests, sampling, lambda *_: answered.release())
+    assert all(answered.acquire(timeout=HANGS) for _ in range(8)) and not pending.done()
+    return pending
+
+
 def test_weights_change_under_requests_that_are_being_answered(bench: Bench, undisturbed: list[Completion]) -> None:
     """Not a fault: `engine.in_flight`. Every token has the log-prob of the weights that its span names, whoever sampled what is
     before it: the server has computed that again."""
     with bench.opened(in_flight=True) as engine:
-        pending = engine.submit(REQUESTS, Sampling(max_tokens=200, temperature=1.0, stop_ids=(257,)))
-        time.sleep(0.4)
-        assert not pending.done()
+        pending = half_answered(engine, REQUESTS)
         with bench.other_weights():
             engine.sync(checkpoint_tensors(bench.model), 2)
             assert not pending.done()  # nobody waited for them
@@ -315,8 +323,7 @@ def test_requests_keep_their_cache_when_weights_change(bench: Bench) -> None:
     prompt = ids_of([5 + place % 200 for place in range(130)])  # longer than a block of the prefix cache
     requests = [Request(prompt_ids=prompt, seed=2000 + place) for place in range(64)]  # the server answers eight at a time
     engine.sync(checkpoint_tensors(bench.model), 1)
-    pending = engine.submit(requests, Sampling(max_tokens=110, temperature=1.0, stop_ids=(257,)))
-    time.sleep(0.25)
+    pending = half_answered(engine, requests)
     with bench.other_weights():
         engine.sync(checkpoint_tensors(bench.model), 2)
         assert not pending.done()

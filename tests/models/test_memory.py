@@ -400,3 +400,9 @@ def test_hints_say_what_they_save() -> None:
     least = replace(plan, engine="elsewhere", share=None, checkpointing=True, moment_bytes=2)
     least = replace(least, offload_activations=True, offload_moments=True)
     assert not hints(large, None, least, frozenset())
+
+
+def test_the_cache_of_a_token_is_the_engines_whatever_the_trainer_splits() -> None:
+    config = load_config(str(build_tiny("qwen3")), None)
+    whole, split = (memory.count(config, ROWS, LENGTH, torch.float32, "sdpa", tensor) for tensor in (None, 2))
+    assert whole.cache_token == split.cache_token and split.matrices * 2 == whole.matrices

@@ -35,7 +35,7 @@ def test_cells_have_names_of_their_own() -> None:
 
 def test_the_pages_state_the_number_of_cells() -> None:
     assert f"{len(CELLS)} cells" in page_text("oracle")
-    assert f"{len(CELLS)} of {len(CELLS)} cells" in page_text("numbers")
+    assert f"agree in all {len(CELLS)} combinations of settings" in page_text("numbers")
 
 
 def test_a_difference_would_be_seen() -> None:

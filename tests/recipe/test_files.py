@@ -110,6 +110,11 @@ def test_a_chain_that_does_not_end_or_is_broken_is_shown(write: Write, tmp_path:
     gone = write("gone.yaml", "run: {seed: 1}\nextends: nowhere.yaml\n")
     (told,) = problems(gone)
     assert told.startswith(f"{gone}:2:1: extends: {tmp_path}/nowhere.yaml does not exist ({gone} → {tmp_path}/nowhere.yaml)")
+    (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+    (told,) = problems(write("r.yaml", "extends: loop.yaml\n"))
+    assert told.startswith(
+        f"{tmp_path}/r.yaml:1:1: extends: {tmp_path}/loop.yaml cannot be read: Too many levels of symbolic links"
+    )
     for number in range(20):
         write(f"{number}.yaml", f"extends: {number + 1}.yaml\n")
     assert "extends more than 8 files" in problems(tmp_path / "0.yaml")[0]

@@ -330,6 +330,15 @@ def test_it_costs_little(tmp_path: Path) -> None:
     assert len(got) == 100 and 4 * wrote < dumped and 4 * read < loaded, (wrote, read, dumped, loaded)
 
 
+def test_facts_that_change_no_log_prob_leave_answers_as_they_are(tmp_path: Path) -> None:
+    answer_one(opened(tmp_path), 1, 0, completion((-1.0,)))
+    changes = [{"max_model_len": 9}, {"cache_block": 9}, {"experts": True}, {"plan": "another"}]
+    for change, same in zip(changes, (True, True, True, False), strict=True):
+        again = attempt(tmp_path, facts=replace(FACTS, **change))
+        again.starts_from(0, "w0")
+        assert bool(found(again)) == same, change
+
+
 def journal_of_a_run(folder: Path, base: str | None = None, tools: str | None = None, **engine: object) -> Journal:
     """As a trainer opens it, with an engine of these settings, an adapter on the weights of this digest, and such tools."""
     settings = {"kind": "colocated", **engine}

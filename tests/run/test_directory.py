@@ -135,9 +135,8 @@ def test_a_lock_that_cannot_be_had_is_not_one_that_is_held(
 
 
 def test_a_lock_that_was_removed_with_its_folder_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PATIENCE", 0.0)
     before(fcntl, "flock", lambda *_: shutil.rmtree(tmp_path / "run"), monkeypatch.setattr)  # by a start that failed
-    with pytest.raises(UsageError, match="in use by a running rlgen"):
+    with pytest.raises(UsageError, match="was removed just now, by another start that failed; start again"):
         RunDirectory.create(tmp_path / "run", "recipe", "resolved")
 
 

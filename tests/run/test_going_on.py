@@ -50,6 +50,14 @@ def train(folder: Path, *overrides: str, place: str = "run", **how: Any) -> Path
     return folder / place
 
 
+def lose_after(step: int, lost: ServerLost) -> Callable[..., None]:
+    def lose(engine: TransformersEngine, *_: Any) -> None:
+        if engine.weight_version == step:
+            raise lost
+
+    return lose
+
+
 @pytest.fixture(scope="module", autouse=True)
 def no_ladder() -> Iterator[None]:
     """Files are what is tested here; the checks before a run take longer than these runs."""
@@ -123,13 +131,9 @@ def test_a_damaged_newest_one_is_told_loudly_and_costs_nothing(
 def test_an_engine_that_is_lost_while_it_samples_costs_no_trained_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof
 ) -> None:
-    def lose(engine: TransformersEngine, *_: Any) -> None:
-        if engine.weight_version == 3:
-            raise ServerLost("http://127.0.0.1:1", "is gone")
-
     rare = "checkpoint={every: 100, keep: 3}"
     with monkeypatch.context() as patch, pytest.raises(ServerLost, match="is gone") as caught:
-        before(TransformersEngine, "generate", lose, patch.setattr)
+        before(TransformersEngine, "generate", lose_after(3, ServerLost("http://127.0.0.1:1", "is gone")), patch.setattr)
         train(folder, rare, place="lost")
     run = folder / "lost"
     assert caught.value.exit_code == 6 and [record["step"] for record in read_jsonl(run / "metrics.jsonl")] == [1, 2, 3]
@@ -138,6 +142,18 @@ def test_an_engine_that_is_lost_while_it_samples_costs_no_trained_step(
     shutil.rmtree(folder / "run" / "checkpoints" / "step_000002")  # the other run saved no step 2
     assert ended_alike(run, folder / "run")
     proof("lost while it sampled for step 4: step 3 is saved, exit 6, and resumed it ended as the undisturbed run")
+
+
+def test_a_lost_engine_is_what_a_run_ends_with_even_if_it_cannot_be_saved(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lost = ServerLost("http://127.0.0.1:1", "is gone")
+    before(TransformersEngine, "generate", lose_after(3, lost), monkeypatch.setattr)
+    before(Checkpoints, "save", lambda *_: 1 / 0, monkeypatch.setattr)
+    with pytest.raises(ServerLost) as caught:
+        train(folder, "checkpoint={every: 100, keep: 3}", place="lost")
+    assert caught.value is lost and lost.__cause__ is None
+    assert "warning: step 3 could not be saved: division by zero" in capsys.readouterr().out
 
 
 @pytest.mark.fault(65, 48)

@@ -80,23 +80,24 @@ def test_a_restart_goes_on_from_an_end_that_nobody_meant(
 
 
 @pytest.mark.parametrize(
-    "attempts, override, refused",
+    "saved, override, refused",
     [
-        ([{}], "run.steps=9", None),
-        ([], "run.steps=9", "data.source: {old}/train.jsonl -> {new}/train.jsonl"),  # nothing was recorded to compare with
-        ([{}], "data.source=other.jsonl", "data.source: {old}/train.jsonl -> {new}/other.jsonl"),
-        ([{}], "rewards.0.use=r.py:g", "rewards.0.use: {old}/r.py:f -> {new}/r.py:g"),
-        ([{}], "rewards.0.args.words={new}/words", "rewards.0.args.words: {old}/words -> {new}/words"),
+        (True, "run.steps=9", None),
+        (False, "run.steps=9", "data.source: {old}/train.jsonl -> {new}/train.jsonl"),  # no digest is compared
+        (True, "data.source=other.jsonl", "data.source: {old}/train.jsonl -> {new}/other.jsonl"),
+        (True, "rewards.0.use=r.py:g", "rewards.0.use: {old}/r.py:f -> {new}/r.py:g"),
+        (True, "rewards.0.args.words={new}/words", "rewards.0.args.words: {old}/words -> {new}/words"),
     ],
 )
 def test_local_inputs_of_a_folder_that_was_moved_are_left_to_their_digests(
-    tmp_path: Path, attempts: list[dict[str, object]], override: str, refused: str | None
+    tmp_path: Path, saved: bool, override: str, refused: str | None
 ) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     text = of_rows("train.jsonl").replace("use: exact_match", f"use: 'r.py:f', args: {{words: {old}/words}}")
     first = load_recipe(written(old, text))
     run = RunDirectory.create(old / "run", "", first.resolved)
-    write_json(run.provenance, attempts)
+    if saved:
+        (run.checkpoints / "step_000001").mkdir()
     run.close()
     old.rename(new)
     loaded = load_recipe(new / "recipe.yaml", [override.format(new=new)])
