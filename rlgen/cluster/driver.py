@@ -47,6 +47,7 @@ OF_LOSS = (EngineError.exit_code, ProcessError.exit_code)  # with which trainers
 NOTICED = 20.0  # seconds in which Ray notices that a node is gone; its processes often end earlier
 LEFT = 120.0  # seconds for the processes of a lost node to end, or for a network file system to give their locks back
 CONNECT = 10.0  # seconds for the head of the cluster to answer
+NOT_NICE = {"env_vars": {"RAY_worker_niceness": "0"}}  # else Ray gives all other programs of a node the right of way (15)
 RAY_THREAD = "ray_listen_error_messages"
 
 
@@ -219,6 +220,7 @@ class Attempts:
             for number, (name, count) in enumerate(needs):
                 where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
                 how = {"num_cpus": self.settings.cpus, "num_gpus": count, "max_concurrency": 4, "scheduling_strategy": where}
+                how["runtime_env"] = NOT_NICE
                 begin = partial(ray.remote(Member).options(**how).remote)
                 places.append(Place(name, begin(), begin))
             yield places[: self.settings.trainers], places[self.settings.trainers :]

@@ -191,17 +191,21 @@ class ServerPool:
             except ServerLost as lost:
                 return lost
 
-        with ThreadPoolExecutor(len(self.servers), thread_name_prefix="rlgen-loading") as each:
+        servers = self.servers
+        with ThreadPoolExecutor(len(servers), thread_name_prefix="rlgen-loading") as each:
             folder = files.write(weights, version)  # no server is recovered meanwhile: the previous weights are gone
-            ends = list(each.map(give, self.servers))
-        receipts = [end for end in ends if isinstance(end, SyncReport)]
-        lost, before = [end for end in ends if isinstance(end, ServerLost)], self.brought_back
-        if not receipts:
-            receipts = [self._load(self._back(lost[0]), folder, version, hashed)]
-        for one in lost:
-            self.lose(one, before)
+            ends = dict(zip((server.url for server in servers), each.map(give, servers), strict=True))
+
+        def lost() -> dict[str, ServerLost]:
+            return {url: end for url, end in ends.items() if isinstance(end, ServerLost)}
+
+        before = self.brought_back
+        while len(lost()) == len(ends):  # none is left
+            ends |= {server.url: give(server) for server in self._back(lost()[self.servers[0].url])}
+        for end in lost().values():
+            self.lose(end, before)
         files.current = folder
-        return receipts
+        return [end for end in ends.values() if isinstance(end, SyncReport)]
 
     def _load(self, server: Server, folder: Path, version: int, hashed: bool) -> SyncReport:
         """Makes one server load the weights in `folder`.
@@ -288,15 +292,21 @@ class ServerPool:
                 ) from lost
             if self._stopped.is_set() or self._carrier.current is None:
                 raise lost
-            server = self.servers[0]
-            if self._has_other_weights(server):
+            back = self.servers
+            if self._has_other_weights(back[0]):
                 self._count(lost)
             else:
-                server = self._back(lost)
-            self._load(server, self._carrier.current, self.held.version, hashed=False)
-            self._say(
-                f"engine: {server.url} has the weights of version {self.held.version} again; its open requests are sent again"
-            )
+                back = self._back(lost)
+            for server in back:
+                try:
+                    self._load(server, self._carrier.current, self.held.version, hashed=False)
+                except ServerLost as again:
+                    if len(self.servers) == 1:
+                        raise
+                    self.lose(again, self.brought_back)
+                else:
+                    what = f"has the weights of version {self.held.version} again; its open requests are sent again"
+                    self._say(f"engine: {server.url} {what}")
 
     def _has_other_weights(self, server: Server) -> bool:
         """Returns whether a server answers but has other weights: it then needs the weights but no restart."""
@@ -305,8 +315,9 @@ class ServerPool:
         except ServerLost:
             return False
 
-    def _back(self, lost: ServerLost) -> Server:
-        """Returns a server that is back, when none is left: `lost` after a restart, or else the first that answers.
+    def _back(self, lost: ServerLost) -> tuple[Server, ...]:
+        """Returns servers that are back, when none is left: `lost` after a restart, or else the first that answer. They need the
+        current weights.
 
         Raises ServerLost if none does within `patience`, EngineError if the limit of restarts is reached.
         """
@@ -315,19 +326,19 @@ class ServerPool:
             self._count(lost)
             self._say(f"engine: {lost}; starting it again")
             process.restart()
-            return server
+            return (server,)
         if self._patience:
             self._count(lost)
             self._say(f"engine: {lost}; none is left, so the run waits up to {self._patience:.0f} s for a server")
             with self._changing:
-                self.servers = ()
-            self._absent[lost.url] = Absent(server, self._stopped)
+                gone, self.servers = self.servers, ()
+            self._absent |= {one.url: Absent(one, self._stopped) for one in gone}
             until = time.monotonic() + self._patience
             while time.monotonic() < until and not self._stopped.wait(EVERY):
                 self._adopt()
                 if self.servers:
-                    return self.servers[0]
-            self.servers = (server,)
+                    return self.servers
+            self.servers = gone
         raise ServerLost(lost.url, f"{lost.what}. Start it with `rlgen serve`, then resume the run with --resume") from lost
 
     def _count(self, lost: ServerLost) -> None:

@@ -17,7 +17,7 @@ import pytest
 from conftest import read_jsonl
 from helpers.spread import SPREAD
 from helpers.torchrun import ENVIRONMENT, farthest, nothing_is_left, same_rollouts, weights
-from helpers.waiting import until
+from helpers.waiting import HANGS, until
 
 from rlgen.cluster.driver import RAY_THREAD, WithoutRay
 from rlgen.files import read_json
@@ -101,7 +101,7 @@ def begin(nodes: Nodes | None, folder: Path, *words: str, name: str = "run") -> 
 
 def train(nodes: Nodes | None, folder: Path, *words: str, name: str = "run", code: int = 0) -> str:
     begun = begin(nodes, folder, *words, name=name)
-    said, _ = begun.communicate(timeout=300)
+    said, _ = begun.communicate(timeout=HANGS)
     assert begun.returncode == code, said[-6000:]
     return said
 
@@ -115,10 +115,13 @@ def test_two_nodes_train_as_one_process_and_survive_the_loss_of_one(nodes: Nodes
     filled(folder, SLOWLY)
     begun = begin(nodes, folder, *ON_TWO)
     run = folder / "runs" / "run"
-    until((run / "checkpoints" / "step_000001").exists)
-    nodes.kill(nodes.running("rlgen train")[0])
+    until(lambda: (run / "checkpoints" / "step_000001").exists() or begun.poll() is not None)
+    node = nodes.running("rlgen train")[0]
+    below = psutil.Process(raylet(node)).children(recursive=True)
+    assert {process.nice() for process in below if "rlgen train" in " ".join(process.cmdline())} == {psutil.Process().nice()}
+    nodes.kill(node)
     nodes.add()  # room for another attempt
-    said, _ = begun.communicate(timeout=300)
+    said, _ = begun.communicate(timeout=HANGS)
     assert begun.returncode == 0, said[-6000:]
     assert re.search(r"cluster: rank \d on \S+ is lost; starting again from the newest checkpoint", said)
     assert "2 processes, ddp" in said and "4 of 4 steps" in said and "raylet" not in said
@@ -212,7 +215,7 @@ def test_ctrl_c_saves_and_resume_goes_on_without_a_cluster(nodes: Nodes, folder:
     begun = begin(nodes, folder, *ON_TWO)
     until((folder / "runs" / "run" / "checkpoints" / "step_000001").exists)
     begun.send_signal(signal.SIGINT)
-    said, _ = begun.communicate(timeout=120)
+    said, _ = begun.communicate(timeout=HANGS)
     assert begun.returncode == 75 and "--resume" in said, said[-6000:]
     assert read_json(folder / "runs" / "run" / "status.json")["state"] == "stopped"
     assert "resuming after step" in train(None, folder, *TRANSFORMERS, "--resume")

@@ -3,13 +3,12 @@
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
-import test_fleet
 from helpers.waiting import HANGS, until
 from test_fleet import SAMPLING, StandIn, pool_on, requests, right
 
+from rlgen.engines.fleet import ServerPool
 from rlgen.engines.server import ServerEngine
 from rlgen.engines.shared_fleet import SharedServerPool
 from rlgen.files import write_json
@@ -20,13 +19,13 @@ from rlgen.types import Completion
 def main(folder: Path) -> None:
     processes, said = Processes.open(60), list[str]()
     standing = [StandIn(number, apart=False) for number in range(3)] if processes.is_main else []
-    test_fleet.TIMEOUT = HANGS  # a server is lost because it is killed, never because a machine is busy
     for one in standing:
         one.ready()
         if one.number == 1:  # it answers no request before it is killed: both processes lose some
             one.server().call("POST", "/slow", {"seconds": HANGS})
     lost = processes.on_main(lambda: standing[1].process.pid)
-    shared = SharedServerPool(processes, lambda: pool_on(standing, said))
+    pools: list[ServerPool] = []
+    shared = SharedServerPool(processes, lambda: pools.append(pool_on(standing, said)) or pools[0])
     engine, counts = ServerEngine(shared), []
     for step in (1, 2, 3):
         shared.sync(iter([]), step, False)
@@ -46,7 +45,7 @@ def main(folder: Path) -> None:
         if step == 2 and processes.is_main:
             standing[1].away = "killed"
             standing[1].mend()
-            time.sleep(1.5)  # a look at it
+            until(lambda: pools[0]._absent[standing[1].url].ready.is_set())
         processes.run_all(lambda: None)
     found = processes.gather([{"counts": counts, "said": said}])
     if processes.is_main:

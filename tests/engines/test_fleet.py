@@ -35,7 +35,7 @@ from rlgen.files import read_json
 from rlgen.recipe.engines import ServerEngineRecipe
 from rlgen.types import Completion, Sampling
 
-TIMEOUT = 0.8  # seconds without an answer
+SHORT = 0.8  # seconds without an answer, where servers hang or are cut off
 SAMPLING = Sampling(max_tokens=3, temperature=1.0, stop_ids=())
 ROUTE = "/rlgen/sample"
 FACTS = json.dumps(dataclasses.asdict(engine_info()) | {"shape": {}})
@@ -70,8 +70,8 @@ class StandIn:
     def url(self) -> str:
         return f"http://{self.host}:{self.port}"
 
-    def server(self) -> Server:
-        return Server(self.url, "token", TIMEOUT)
+    def server(self, timeout: float = HANGS) -> Server:
+        return Server(self.url, "token", timeout)
 
     def start(self) -> None:
         inside = ["ip", "netns", "exec", self.space] if self.own_network else []
@@ -108,7 +108,7 @@ class StandIn:
             self.server().call("POST", "/slow", {"seconds": 0.0})
 
     def reachable(self) -> bool:
-        with suppress(OSError), socket.create_connection((self.host, self.port), TIMEOUT):
+        with suppress(OSError), socket.create_connection((self.host, self.port), SHORT):
             return True
         return False
 
@@ -141,8 +141,9 @@ def said() -> list[str]:
     return []
 
 
-def pool_on(fleet: Sequence[StandIn], said: list[str], **more: Any) -> ServerPool:
-    settings = {"servers": [one.server() for one in fleet], "processes": {}, "shape": {}, "abilities": EngineCapabilities()}
+def pool_on(fleet: Sequence[StandIn], said: list[str], timeout: float = HANGS, **more: Any) -> ServerPool:
+    servers = [one.server(timeout) for one in fleet]
+    settings = {"servers": servers, "processes": {}, "shape": {}, "abilities": EngineCapabilities()}
     others = {"restarts": 1000, "carrier": FileTransfer(None), "say": said.append, "patience": HANGS}
     return ServerPool(**settings | others | more)
 
@@ -184,7 +185,7 @@ def steps(fleet: list[StandIn], said: list[str], monkeypatch: pytest.MonkeyPatch
     """Trains `count` steps, with up to five servers away at a time. Returns how often what was done to them."""
     chance, done, asked = random.Random(7), Counter[str](), Asked(monkeypatch)
     kinds = ["killed", "stopped", "slow"] + ["cut off"] * all(one.own_network for one in fleet)
-    engine = ServerEngine(pool_on(fleet, said))
+    engine = ServerEngine(pool_on(fleet, said, SHORT))
     for step in range(1, count + 1):
         engine.sync([], step)
         for one in fleet:
@@ -235,7 +236,7 @@ def test_200_steps(fleet: list[StandIn], said: list[str], monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_two_processes_lose_a_server_together(tmp_path: Path) -> None:
-    well(launch(Path(__file__).with_name("fleet_worker.py"), tmp_path))
+    well(launch(Path(__file__).with_name("fleet_worker.py"), tmp_path, timeout=HANGS))
     main, other = read_json(tmp_path / "found.json")
     assert main["counts"] == other["counts"] == [3, 2, 3]
     assert "2 other servers answer its requests" in main["said"][0] and "takes part from now on" in main["said"][1]
@@ -255,10 +256,15 @@ def test_completions_of_a_prompt_go_to_one_server(fleet: list[StandIn], said: li
 
 def test_with_none_left_the_call_waits_for_the_first_that_is_back(fleet: list[StandIn], said: list[str]) -> None:
     two = fleet[:2]
-    with engine_on(two, said) as engine:
+
+    def say(line: str) -> None:
+        said.append(line)
+        if "none is left" in line and len(said) == 2:  # the second of them is lost, too
+            two[1].mend()
+
+    with engine_on(two, said, say=say) as engine:
         for one in two:
             one.fail("killed")
-        threading.Timer(1.0, two[1].mend).start()
         right(engine.generate(requests(1), SAMPLING), 1, 1)
         assert any("none is left, so the run waits up to" in line for line in said)
         assert [server.url for server in engine._keeper.servers] == [two[1].url]
@@ -282,6 +288,31 @@ def test_a_sync_goes_on_without_a_server_that_dies_in_it(fleet: list[StandIn], s
         right(engine.generate(requests(3), SAMPLING), 3, 3)
 
 
+def test_none_is_forgotten_after_a_sync_that_all_have_missed(fleet: list[StandIn], said: list[str]) -> None:
+    """Those that are back have the weights of that sync, also one that kept older weights of this run."""
+    three = fleet[:3]
+
+    def say(line: str) -> None:
+        said.append(line)
+        for one in three if "none is left" in line else ():
+            one.mend()
+
+    with engine_on(three, said, timeout=SHORT, say=say) as engine:
+        for version in (2, 4):
+            for one in three:
+                one.fail("stopped")
+            engine.sync([], version)
+            right(engine.generate(requests(version), SAMPLING), version, version)
+            until(lambda version=version: engine.sync([], version + 1) and len(engine._keeper.servers) == 3)
+            right(engine.generate(requests(version + 1), SAMPLING), version + 1, version + 1)
+        for one in three[::2]:
+            one.fail("stopped")
+        engine.sync([], 6)
+        three[1].fail("killed")
+        right(engine.generate(requests(6), SAMPLING), 6, 6)
+        assert said[-1].endswith("has the weights of version 6 again; its open requests are sent again")
+
+
 def test_one_that_is_lost_too_often_stays_away(fleet: list[StandIn], said: list[str]) -> None:
     with engine_on(fleet[:2], said, restarts=0) as engine:
         fleet[0].fail("killed")
@@ -301,7 +332,7 @@ def test_servers_join_and_leave_by_a_file(fleet: list[StandIn], said: list[str],
     file.write_text(f"{fleet[0].url}\n")
     settings = settings_of(f"file://{file}")
     assert addresses(settings) == [fleet[0].url]
-    with engine_on(fleet[:1], said, found=lambda: [Server(url, "token", TIMEOUT) for url in addresses(settings)]) as engine:
+    with engine_on(fleet[:1], said, found=lambda: [Server(url, "token", HANGS) for url in addresses(settings)]) as engine:
         file.write_text(f"{fleet[1].url}\n{fleet[2].url}\n{fleet[0].url}\n")
         engine.sync([], 2)  # looks at them
         until(lambda: all(one is not None and one.ready.is_set() for one in engine._keeper._absent.values()))

@@ -24,7 +24,7 @@ def serving_route(
         return runner
 
     runner = loop.run_until_complete(start())
-    thread = threading.Thread(target=loop.run_forever)
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     try:
         yield runner.addresses[0][1]

@@ -1,6 +1,7 @@
 """Routers are forced to the experts of the engine (`model.route_replay`), which travel with each sample."""
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -295,15 +296,12 @@ def gaps(name: str, dtype: str) -> dict[str, Any]:
 @pytest.mark.vllm
 def test_a_server_returns_the_experts_that_an_engine_in_this_process_returns() -> None:
     requests = [Request(prompt_ids=np.arange(3, 20, dtype=np.int32), seed=place) for place in range(6)]
-    inside, server = open_vllm("qwen3_moe", experts=True), open_server("qwen3_moe", route_replay=True)
-    own, told = (
-        engine.generate(requests, Sampling(max_tokens=20, temperature=1.0, stop_ids=(257,))) for engine in (inside, server)
-    )
+    sampling = Sampling(max_tokens=20, temperature=1.0, stop_ids=(257,))
+    with closing(open_vllm("qwen3_moe", experts=True)) as inside, closing(open_server("qwen3_moe", route_replay=True)) as server:
+        own, told = (engine.generate(requests, sampling) for engine in (inside, server))
     for one, other in zip(own, told, strict=True):
         assert np.array_equal(one.token_ids, other.token_ids) and np.array_equal(one.experts, other.experts)
         assert len(one.experts) == 16 + len(one.token_ids) and one.experts.dtype == other.experts.dtype
-    inside.close()
-    server.close()
 
 
 @pytest.mark.slow

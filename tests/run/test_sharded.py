@@ -17,6 +17,8 @@ from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
 from rlgen.run.manifest import check_files
 
+pytestmark = pytest.mark.timeout(5400)  # three launches, with all deeds of each, are the set-up of one test
+
 SECTIONS = """\
 trainer: {kind: grpo, beta: 0.05}
 checkpoint: {every: 1, keep: 9}
