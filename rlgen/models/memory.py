@@ -125,7 +125,7 @@ def count(
 
     Raises SetupError if transformers has no causal language model for this config.
     """
-    text = config.get_text_config()
+    text, cache = config.get_text_config(), cache_elements(config)  # the engine splits its cache by a number of its own
     # flash_attention_2 keeps what sdpa's kernel keeps
     attention = attention_of(config, "sdpa" if attention == "flash_attention_2" else attention)
     with FakeTensorMode():
@@ -136,7 +136,6 @@ def count(
         vocabulary = model.get_output_embeddings().weight.shape[0]
         if tensor is not None:
             plan_of_layers(model, tensor, dtype)
-    cache = cache_elements(config)  # the engine splits its cache by a number of its own
     if tensor is not None:  # a process computes its part of each layer, for the rows of the whole group
         config, rows = one_part(config, tensor), rows * tensor
     return Counts(
