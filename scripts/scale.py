@@ -251,9 +251,11 @@ def on_disk(table: Table, folder: Path) -> dict[str, float]:
     measure(16_000, folder / "first")  # imports, and the first pages of memory, are no cost a token
     found = measure(tokens, folder / "second")
     for name in ("journal", "text", "rollouts"):
-        what = {"journal": "journal", "text": "rollouts: their text", "rollouts": "rollouts: all but the text (by a thread)"}[
-            name
-        ]
+        what = {
+            "journal": "journal",
+            "text": "rollouts: their text is written",
+            "rollouts": "rollouts: the rest is written, by a thread",
+        }[name]
         table.line(what, found[f"{name}, ns a token"] * tokens / 1e9, tokens)
     # A resumed process reads the records of all processes, and keeps its own.
     table.line(

@@ -62,12 +62,12 @@ def head(place: Place) -> Finding:
         Value("time ÷ that of all logits at once", seconds / once_seconds, "×"),
         Value("memory ÷ that of all logits at once", most / once_most, "×", most=HEAD_MEMORY),
         Value(
-            "log-probs: max |Δ| to those of all logits at once",
+            "log-probs: max |Δ| to those from computing all logits at once",
             (logp - once_logp).abs().max().item(),
             "nats",
             most=4 * HEAD_AGREES,
         ),
-        Value("gradients: ‖Δ‖/‖g‖ to those of all logits at once", off, "", most=HEAD_AGREES),
+        Value("gradients: ‖Δ‖/‖g‖ to those from computing all logits at once", off, "", most=HEAD_AGREES),
     ]
     numbers = {"mib": most / MIB, "at_once_mib": once_most / MIB, "at_once_ms": 1e3 * once_seconds}
     return judged(values, f"{tokens} tokens, vocabulary {vocabulary}, hidden size {hidden_size}, bfloat16", numbers)

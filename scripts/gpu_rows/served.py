@@ -146,7 +146,7 @@ def sleep(place: Place) -> Finding:
         Value("freed, of vLLM's share of the memory", 100 * freed / share, "%", least=80),
         Value("mean |Δ| before", awake, "nats"),
         Value("mean |Δ| after three sleeps and syncs", max(gaps), "nats", most=max(3 * awake, 1e-3)),
-        Value("memory still held after these sleeps", lost / GIB, "GiB"),
+        Value("memory that these sleeps and syncs have leaked", lost / GIB, "GiB"),
     ]
     return judged(values)
 

@@ -177,12 +177,14 @@ def test_running_requests_stop_for_a_load_and_go_on(monkeypatch: pytest.MonkeyPa
                 server.labels.append("other.7")
 
 
+@pytest.mark.parametrize("lacks", ["experts", "arrays"])  # an answer in JSON has no experts
 @pytest.mark.parametrize("experts", [False, True])
-def test_servers_return_experts_where_the_run_wants_them(monkeypatch: pytest.MonkeyPatch, experts: bool) -> None:
+def test_servers_return_experts_where_the_run_wants_them(monkeypatch: pytest.MonkeyPatch, experts: bool, lacks: str) -> None:
     servers: list[Any] = [FakeServer(url) for url in ("http://0", "http://1")]
+    servers[1].arrays = lacks != "arrays"
 
     def examined(server: FakeServer, shape: object) -> EngineInfo:
-        return engine_info(experts=server.url == "http://0")
+        return engine_info(experts=server.url == "http://0" or lacks != "experts")
 
     monkeypatch.setattr(ServerPool, "_examined", staticmethod(examined))
     given: dict[str, Any] = {"servers": servers, "processes": {}, "shape": {}, "restarts": 2, "carrier": None, "say": print}

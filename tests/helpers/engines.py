@@ -41,7 +41,7 @@ class FakeServer:
     """A server as far as a pool asks it about labels. Writes down what it is asked."""
 
     def __init__(self, url: str) -> None:
-        self.url, self.labels = url, ["default"]
+        self.url, self.labels, self.arrays = url, ["default"], True
         self.log: list[Any] = []
 
     def note(self, what: str, *more: Any) -> None:
