@@ -14,7 +14,7 @@ class ColumnsRecipe(Strict):
     prompt: Text = "prompt"
     """Column of prompts: texts, or lists of messages."""
     answer: Text | None = None
-    """Column that rewards receive as `answer`. They also receive it under its own name."""
+    """Column that rewards receive as `answer`. They also receive it under the column's name."""
     images: Text | None = None
     """Column of images, for a vision-language model: paths, bytes, or lists of them. Some rows may have no
     image. None: prompts have no images."""

@@ -58,7 +58,8 @@ class VllmRecipe(AnyEngineRecipe):
     max_num_seqs: Annotated[StrictInt, Field(ge=1, le=65536)] = 256
     """Completions decoded at the same time."""
     kv_cache_gib: Annotated[float, Field(strict=True, gt=0, le=10000)] | None = None
-    """Memory of the KV cache. None: on a CPU as much as needed, up to 4 GiB; on a GPU what gpu_memory_utilization leaves."""
+    """Memory of the KV cache. None: on a CPU as much as needed, up to 4 GiB; on a GPU the part of gpu_memory_utilization that the
+    weights do not take."""
     gpu_memory_utilization: Share | None = None
     """Share of the GPU for weights and KV cache. None: 0.45."""
     tensor_parallel_size: Annotated[StrictInt, Field(ge=1, le=1024)] = 1
@@ -158,8 +159,7 @@ class ServerEngineRecipe(VllmRecipe):
     """With model.lora: send all weights with the adapter merged in, or only the adapter, which servers merge."""
     in_flight: InFlight | None = None
     """With rollout.async_steps: change the weights while a server answers requests (true), or after it has answered them (false).
-    None: true if rollout.async_steps is 2 or more. {recompute: false}: change the weights while a server answers,
-    too, but let running requests keep their KV cache."""
+    None: true if rollout.async_steps is 2 or more. {recompute: false}: as true, but running requests keep their KV cache."""
 
     @property
     def memory(self) -> str:

@@ -11,8 +11,8 @@ class HealthRule(Strict):
     threshold: Annotated[float, Field(strict=True, ge=0, le=1e9)]
     """A value beyond this one is a bad sign."""
     steps: Annotated[StrictInt, Field(ge=1, le=10000)]
-    """rlgen acts after the sign was seen in so many steps in a row (`reward_std`: in most of so many steps). Steps that do not
-    measure the value are skipped."""
+    """rlgen acts if the sign is there in this number of steps in a row. For `reward_std`, it acts if the sign is there in more
+    than half of this number of steps. Steps that do not measure the value are skipped."""
     action: Literal["ignore", "warn", "stop", "checkpoint_and_stop"] | None = None
     """None: health.action."""
 

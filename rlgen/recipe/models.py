@@ -35,9 +35,9 @@ class RunRecipe(Strict):
     """Train with torch's deterministic kernels, which give the same bits each time."""
     must_save_by: Moment | None = None
     """Save and stop (exit 75) before this time. Write a time with its zone, or a duration such as 3h50m, which begins anew at
-    each start or resume. rlgen starts no step that would end too late: it reserves 1.25 times the longest step and save so far,
-    plus 2 s. The first step always starts. If the time ends during sampling, a run of one process stops at once. A run of
-    several processes stops after the sampling."""
+    each start or resume. rlgen starts no step that would end too late. For a step and its save it reserves 1.25 times the sum of
+    the longest step and the longest save so far, plus 2 s. The first step always starts. If only this reserve is left during
+    sampling, a run of one process stops at once. A run of several processes stops after the sampling."""
 
 
 class LoraRecipe(Strict):
@@ -48,8 +48,8 @@ class LoraRecipe(Strict):
     use_rslora: StrictBool = False
     """Scale by alpha / sqrt(rank) instead (2312.03732)."""
     targets: Text | Annotated[list[Text], Field(min_length=1, max_length=10000)] = "all-linear"
-    """Layers to adapt. all-linear: every linear layer but the head. A list, such as [q_proj, v_proj]: layers whose names end
-    so."""
+    """Layers to adapt. all-linear: every linear layer but the head. A list, such as [q_proj, v_proj]: each layer whose name ends
+    with one of these texts."""
 
 
 class ModelRecipe(Strict):
@@ -177,8 +177,8 @@ class RolloutRecipe(Strict):
     """Seconds that the reply to a turn may take, with the wait for a free process. If it takes longer, the completion is
     truncated."""
     use: Text | None = None
-    """file.py:function, or pkg.mod:function. It replaces rlgen's own requests to the engine, see `rlgen docs rollouts`. None:
-    rlgen sends each prompt as it is."""
+    """file.py:function, or pkg.mod:function. Your function sends the requests to the engine, instead of rlgen; see `rlgen docs
+    rollouts`. None: rlgen sends each prompt as it is."""
     temperature: Temperature = 1.0
     """Sampling temperature. 0 (greedy) is refused, because all completions of a prompt would be equal."""
     top_p: Share = 1.0
@@ -189,7 +189,8 @@ class RolloutRecipe(Strict):
     min_p: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.0
     """Sample only from tokens with at least this share of the highest probability."""
     stop: Annotated[list[Annotated[StrictStr, Field(min_length=1, max_length=100)]], Field(max_length=16)] = []
-    """Texts that end a completion, besides the end token. A completion keeps this text, and the whole token in which it ends."""
+    """Texts that end a completion, besides the end token. The text stays in the completion. If it ends inside of a token, the
+    whole token stays."""
     stop_token_ids: Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(max_length=64)] = []
     """Ids that end a completion, besides the end token. They stay in the completion."""
     async_steps: Annotated[StrictInt, Field(ge=0, le=64)] = 0
@@ -245,7 +246,8 @@ class EvalRecipe(Strict):
 
 class OptimRecipe(Strict):
     kind: Literal["adamw", "adamw_8bit"] = "adamw"
-    """adamw: AdamW of torch; its moments take 8 bytes for each trained weight. adamw_8bit: AdamW of bitsandbytes; they take 2."""
+    """adamw: AdamW of torch; its moments take 8 bytes for each trained weight. adamw_8bit: AdamW of bitsandbytes; its moments
+    take 2 bytes for each trained weight."""
     offload: StrictBool = False
     """Hold the moments in the machine's memory, and on the GPU only during an optimizer step."""
     learning_rate: Annotated[float, Field(strict=True, gt=0, le=10)] = 1e-6
@@ -260,7 +262,7 @@ class OptimRecipe(Strict):
     """Gradients with a larger norm are scaled down to this norm."""
     micro_batch_tokens: Count = 16384
     """Limit on tokens that go through the model together, padding included. Changes memory and speed, never the result. If the
-    longest row has more tokens than the default, that number is the default."""
+    longest row is longer than 16384 tokens, its length is the default."""
     packing: StrictBool | None = None
     """Lay the rows of a micro-batch end to end, without padding, and compute a group's prompt once. The result is the same. None:
     true if it is faster (on the CPU, and in bfloat16 on a GPU) and the model allows it."""

@@ -90,8 +90,8 @@ class PolicyRecipe(Strict):
     delta: Annotated[float, Field(strict=True, gt=1, le=1e6)] | None = None
     """Upper bound of the ratio for negative advantages; clip_high acts on positive ones only. Must be above 1 + clip_high."""
     off_policy_max: Annotated[float, Field(strict=True, ge=0, le=1000)] | None = None
-    """The engine's log-prob minus the policy's, as a mean over a completion's tokens, in nats. A completion with a negative
-    advantage is dropped if its mean is larger than this."""
+    """Drop a completion with a negative advantage if its mean gap is larger than this. The gap of a token is the engine's
+    log-prob minus the policy's, in nats; the mean is over the completion's tokens."""
     top_entropy: Share = 1.0
     """Learn only from this share of the tokens, those of the highest entropy. A value below 1 costs a forward pass."""
     entropy_bonus: Annotated[float, Field(strict=True, ge=0, le=100)] = 0.0
@@ -128,8 +128,9 @@ class GRPORecipe(PolicyRecipe, Preset):
     """A paper's loss. It sets the defaults of aggregation, scale_rewards and clipping. bnpo is another name of dapo."""
     aggregation: Literal["token_mean", "seq_mean", "fixed", "seq_sum", "prompt_mean"] = "token_mean"
     """How token losses become one loss. token_mean: mean over all tokens. seq_mean: mean over each completion, then over
-    completions. prompt_mean: over each prompt's tokens, then over prompts. seq_sum: sum over each completion, then mean over
-    completions. fixed: seq_sum divided by rollout.max_completion_tokens. The default follows from `loss`."""
+    completions. prompt_mean: mean over the tokens of all completions of a prompt, then over prompts. seq_sum: sum over each
+    completion, then mean over completions. fixed: seq_sum divided by rollout.max_completion_tokens. The default follows from
+    `loss`."""
     scale_rewards: Literal["group", "batch", "batch_centered", "none"] = "group"
     """Divide advantages by a standard deviation of rewards. group: that of the group. batch: that of the batch. batch_centered:
     that of the batch, after each group's mean is subtracted. none: do not divide. Default for dr_grpo: none."""
