@@ -41,28 +41,30 @@ def join_rows(batch: MicroBatch, mesh: DeviceMesh) -> MicroBatch:
     Of other rows it has only what their hidden states need.
     """
     experts = None if batch.experts is None else batch.experts.cpu()
-    own = batch.input_ids.cpu(), experts, batch.lengths, batch.prompt_lengths, batch.same_prompt
+    own = batch.input_ids.cpu(), experts, batch.lengths, batch.prompt_lengths
     gathered: list[Any] = [None] * mesh.size()
     dist.all_gather_object(gathered, own, mesh.get_group())
     ids, routes, *columns = zip(*gathered, strict=True)
     firsts = [sum(map(len, ids[:place])) for place in range(len(ids))]
-    lengths, prompt_lengths, same = ([*map(tuple, column)] for column in columns)
+    lengths, prompt_lengths = (sum(map(tuple, column), ()) for column in columns)
+    rows, first_of = [row for own in ids for row in own], dict[bytes, int]()
+    prompts = [row[:length].numpy().tobytes() for row, length in zip(rows, prompt_lengths, strict=True)]
     before = torch.tensor([[firsts[mesh.get_local_rank()]], [0]], device=batch.places.device)
     known = next((one for one in routes if one is not None), None)
     joined = None
     if known is not None:  # a process without rows has none
         unknown = known.new_full((1, 1, *known.shape[2:]), -1)
         given = [unknown.expand(*of.shape, -1, -1) if one is None else one for of, one in zip(ids, routes, strict=True)]
-        joined = pad_sequence([row for rows in given for row in rows], batch_first=True, padding_value=-1)
+        joined = pad_sequence([row for one in given for row in one], batch_first=True, padding_value=-1)
     device = batch.input_ids.device
     return replace(
         batch,
         places=batch.places + before,
-        input_ids=pad_sequence([row for rows in ids for row in rows], batch_first=True).to(device),
+        input_ids=pad_sequence(rows, batch_first=True).to(device),
         experts=None if joined is None else joined.to(device),
-        lengths=sum(lengths, ()),
-        prompt_lengths=sum(prompt_lengths, ()),
-        same_prompt=tuple(first + row for first, rows in zip(firsts, same, strict=True) for row in rows),
+        lengths=lengths,
+        prompt_lengths=prompt_lengths,
+        same_prompt=tuple(first_of.setdefault(prompt, place) for place, prompt in enumerate(prompts)),
     )
 
 

@@ -146,6 +146,11 @@ class Policy(nn.Module):
             if vision is not None:
                 round_pixels(model)
 
+    @property
+    def sharing(self) -> int:
+        """Returns how many neighbouring processes share out the tokens of a pass (`processes.context`); 1: each has its own."""
+        return 1 if self.context is None or not self.packed else self.context.mesh.size()
+
     def check(self, ids: Sequence[int]) -> None:
         """Raises SetupError if the model computes its logits in a way that rlgen does not know.
 

@@ -89,6 +89,7 @@ def deal(
     world: int,
     prompts: Prompts | None = None,
     attention: float = 0.0,
+    sharing: int = 1,
 ) -> list[list[list[int]]]:
     """Returns the micro-batches of each of `world` processes; each unit goes to one process, and all compute about as much.
 
@@ -99,9 +100,17 @@ def deal(
     Args:
         units, lengths, budget, prompts: as in `plan`.
         attention: what it costs a token to attend to another, in costs of all else that is computed for a token.
+        sharing: see `Policy.sharing`. Neighbouring processes compute a pass together, and it has the budgets of all of them.
     """
     if not units:
         return [[] for _ in range(world)]
+    if sharing > 1:
+        size, together = len(units[0]), deal(units, lengths, budget * sharing, world // sharing, prompts, attention)
+        return [
+            [[row for at in range(first * size, len(rows), sharing * size) for row in rows[at : at + size]] for rows in passes]
+            for passes in together
+            for first in range(sharing)
+        ]
 
     def cost(rows: Sequence[int], attention: float = attention) -> float:
         if prompts is None:
@@ -138,6 +147,16 @@ def deal(
         if sum(map(max, zip(*costs, strict=True))) <= IN_ORDER * sum(map(sum, costs)) / world:
             return found
     return passes(balanced(units, world, cost, prompts))
+
+
+def where_held(
+    holder: NDArray[np.int64], lengths: NDArray[np.int64], budget: int, world: int, prompts: Prompts | None, sharing: int
+) -> list[list[list[int]]]:
+    """Returns the micro-batches of each process, as `deal` does, if each row stays in its process: `holder`, [B] ranks."""
+    units = [[[row] for row in np.flatnonzero(holder // sharing == group).tolist()] for group in range(world // sharing)]
+    planned = [plan(own, lengths.tolist(), budget * sharing, prompts) for own in units]
+    together = [even(passes, max(map(len, planned))) for passes in planned]
+    return [[[row for row in rows if holder[row] == rank] for rows in together[rank // sharing]] for rank in range(world)]
 
 
 def neighbours(units: Sequence[Sequence[int]], count: int, cost: Callable[[Sequence[int]], float]) -> list[list[Sequence[int]]]:

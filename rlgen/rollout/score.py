@@ -10,7 +10,7 @@ from rlgen.errors import SetupError
 from rlgen.models.memory_errors import memory_for
 from rlgen.models.policy import BasePolicy, Policy
 from rlgen.processes import Processes
-from rlgen.rollout.batch import Prompts, collate, deal, even, plan, unpad
+from rlgen.rollout.batch import collate, deal, unpad
 from rlgen.rollout.samples import Samples
 from rlgen.types import Distribution, MicroBatch, Sample
 
@@ -18,23 +18,25 @@ Scored: TypeAlias = Policy | BasePolicy
 
 
 def score(
-    policy: Scored, samples: Sequence[Sample], distribution: Distribution, budget: int, processes: Processes
+    policy: Policy, samples: Sequence[Sample], distribution: Distribution, budget: int, processes: Processes
 ) -> list[Tensor]:
     """Returns the log-prob of each token, one [L] float32 tensor per sample, in their order, on the CPU; 0 where not sampled."""
-    return [logp_KL[0] for logp_KL in shared_out(samples, budget, processes, lambda batch: policy(batch, (distribution,)).logp)]
+    found = shared_out(samples, budget, processes, lambda batch: policy(batch, (distribution,)).logp, policy.sharing)
+    return [logp_KL[0] for logp_KL in found]
 
 
 def shared_out(
-    samples: Sequence[Sample], budget: int, processes: Processes, compute: Callable[[MicroBatch], Tensor]
+    samples: Sequence[Sample], budget: int, processes: Processes, compute: Callable[[MicroBatch], Tensor], sharing: int
 ) -> list[Tensor]:
     """Has each process compute a share of the samples, which are few and the same in all of them. `compute`: [K, B, T] of a
-    micro-batch.
+    micro-batch. `sharing`: see `Policy.sharing`.
 
     Returns one [K, L] tensor per sample, bit-identical in all processes. Raises SetupError if the memory does not suffice.
     """
     columns = Samples.of(samples, ())
     scored: list[tuple[int, Tensor]] = []
-    for rows in deal([(row,) for row in range(len(samples))], columns.lengths.tolist(), budget, processes.world)[processes.rank]:
+    units, lengths = [(row,) for row in range(len(samples))], columns.lengths.tolist()
+    for rows in deal(units, lengths, budget, processes.world, sharing=sharing)[processes.rank]:
         values = forward(compute, columns, rows, budget, processes).cpu().transpose(0, 1)
         # A copy, because sending a view would send the whole padded tensor.
         scored += [(row, values[place][:, : len(samples[row].completion_ids)].clone()) for place, row in enumerate(rows)]
@@ -47,22 +49,13 @@ def score_own(
     distribution: Distribution,
     budget: int,
     processes: Processes,
-    micro_batches: Sequence[Sequence[int]] | None = None,
-    packed: bool = False,
+    micro_batches: Sequence[Sequence[int]],
 ) -> Tensor:
     """Returns the log-prob of each token of this process's samples: [N] float32 on the CPU, row after row; 0 where not sampled.
 
-    Args:
-        micro_batches: rows of each forward pass, the same number of micro-batches in every process; None: planned here.
-        packed: whether `policy` computes rows without padding.
+    `micro_batches`: rows of each forward pass. All processes have the same number of them: with sharded weights every forward
+    pass is a collective.
     """
-    if micro_batches is None:
-        prompts = Prompts(samples.group_id, samples.prompt_ids.lengths) if packed else None
-        planned = plan([(row,) for row in range(len(samples))], samples.lengths.tolist(), budget, prompts)
-        # With sharded weights every forward pass is a collective, so all ranks need the same number of them.
-        most = int(processes.total(torch.tensor(len(planned)), "max"))
-        micro_batches = even(planned, most)
-
     scored = [
         (rows, forward(lambda batch: policy(batch, (distribution,)).logp, samples, rows, budget, processes)[0])
         for rows in micro_batches

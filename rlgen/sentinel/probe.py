@@ -45,7 +45,11 @@ class TrainerSide:
 
     def logp_at(self, samples: Sequence[Sample], distributions: Sequence[Distribution]) -> list[Tensor]:
         """Returns the log-probs of each sample under K distributions, [K, L] float32."""
-        return shared_out(samples, self.budget, self.processes, lambda batch: self.policy(batch, distributions).logp)
+
+        def compute(batch: MicroBatch) -> Tensor:
+            return self.policy(batch, distributions).logp
+
+        return shared_out(samples, self.budget, self.processes, compute, self.policy.sharing)
 
     def gap(self, samples: Sequence[Sample], distribution: Distribution) -> Gap:
         """Returns the gap between the trainer's log-probs of `samples` and those that the engine reported.
@@ -64,7 +68,7 @@ class TrainerSide:
             assert sure is not None
             return sure[None]
 
-        return [sure_1L[0] for sure_1L in shared_out(samples, self.budget, self.processes, compute)]
+        return [sure_1L[0] for sure_1L in shared_out(samples, self.budget, self.processes, compute, self.policy.sharing)]
 
     def noise(self, samples: Sequence[Sample], distributions: Sequence[Distribution]) -> Noise | None:
         """Returns what rounding explains of a gap on these samples, the most over `distributions`; None if it cannot be measured.
@@ -80,7 +84,7 @@ class TrainerSide:
             return self.policy.scores_in(batch, distributions, held, computed).flatten(0, 1)
 
         try:
-            found = shared_out(samples, self.budget, self.processes, compute)
+            found = shared_out(samples, self.budget, self.processes, compute, sharing=1)  # padded
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:  # architectures have code of their own
             if is_out_of_memory(error):
                 raise

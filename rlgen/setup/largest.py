@@ -40,8 +40,9 @@ class Largest:
     prompt: int  # most tokens
     completion: int
     group_size: int
-    rows: int  # most samples of a step that one rank trains on
-    budget: int  # tokens of a micro-batch
+    rows: int  # most samples of a step for the ranks that compute a pass together
+    budget: int  # tokens of these ranks' micro-batches
+    sharing: int  # number of these ranks, see `Policy.sharing`
     paired: bool  # rows come in pairs
     packed: bool  # rows of a group share their prompt
     offloads: bool  # moments are in memory only during an optimizer step, without activations
@@ -49,13 +50,14 @@ class Largest:
 
     @classmethod
     def of(cls, recipe: Recipe, processes: int, packed: bool) -> "Largest":
-        completion = recipe.rollout.max_completion_tokens
+        completion, sharing = recipe.rollout.max_completion_tokens, recipe.processes.sharing
         return cls(
             prompt=recipe.max_row_tokens - completion,
             completion=completion,
             group_size=recipe.rollout.group_size,
-            rows=-(-recipe.samples_per_step // processes),
-            budget=recipe.optim.micro_batch_tokens,
+            rows=-(-recipe.samples_per_step * sharing // processes),
+            budget=recipe.optim.micro_batch_tokens * sharing,
+            sharing=sharing,
             paired=recipe.trainer.kind == "online_dpo",
             packed=packed,
             offloads=recipe.optim.offload and torch.cuda.is_available(),
@@ -114,8 +116,8 @@ def try_largest(most: Largest, update: Updater, processes: Processes) -> str:
 
 
 def made_up(most: Largest, batch: Shape, processes: Processes) -> TrainBatch:
-    """Returns a train batch of made-up rows, of which each rank has one micro-batch of the shape of `batch`."""
-    size, first = most.group_size, batch.rows * processes.rank
+    """Returns a train batch of made-up rows. The ranks that compute a pass together have one of the shape of `batch`."""
+    size, (group, rank) = most.group_size, divmod(processes.rank, most.sharing)
     row = Sample(
         group_id=0,
         sample_index=0,
@@ -129,7 +131,7 @@ def made_up(most: Largest, batch: Shape, processes: Processes) -> TrainBatch:
         rewards={},
         reward=None,
     )
-    rows = range(first, first + batch.rows)
+    rows = range(group * batch.rows, (group + 1) * batch.rows)[rank :: most.sharing]
     held = Samples.of([replace(row, group_id=place // size, sample_index=place % size) for place in rows])
     table = RowTable.gather(held, processes)
     place = torch.arange(len(table))
@@ -141,7 +143,7 @@ def made_up(most: Largest, batch: Shape, processes: Processes) -> TrainBatch:
         pair_id=place // 2 if most.paired else torch.full_like(place, -1),
     )
     # All rows have one length, so that the plan puts them into one micro-batch.
-    budget = batch.rows * (batch.prompt + batch.completion)
-    train_batch = TrainBatch.of(table, held, advantages, 0.0, budget, processes, packed=most.packed)
+    budget = -(-batch.rows * (batch.prompt + batch.completion) // most.sharing)
+    train_batch = TrainBatch.of(table, held, advantages, 0.0, budget, processes, packed=most.packed, sharing=most.sharing)
     train_batch.frozen["ref_logp"] = torch.from_numpy(train_batch.samples.sampler_logp.values)
     return train_batch

@@ -124,7 +124,7 @@ def build_learning(
         budget=state.settings.optim.micro_batch_tokens,
         packed=state.policy.packed,
         attention=state.policy.attention_cost,
-        sharing=1 if state.policy.context is None else state.policy.context.mesh.size(),
+        sharing=state.policy.sharing,
     )
     update, groups = build_updater(state, sampling, processes, watch), None
     settings, rollout = state.settings, state.settings.rollout

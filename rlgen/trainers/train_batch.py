@@ -21,7 +21,7 @@ from rlgen.losses.order import quantile
 from rlgen.metrics import Metric
 from rlgen.models.policy import BasePolicy, Policy
 from rlgen.processes import Processes
-from rlgen.rollout.batch import Prompts, deal, pad_rows, unpad
+from rlgen.rollout.batch import Prompts, deal, pad_rows, unpad, where_held
 from rlgen.rollout.samples import Samples
 from rlgen.rollout.score import score_own
 from rlgen.rollout.table import RowTable
@@ -76,7 +76,7 @@ class TrainBatch:
             learns_without_advantage: whether a row of advantage 0 has a gradient, for example from a KL in the loss.
             packed: whether the rows of a micro-batch are computed without padding.
             attention: see `Policy.attention_cost`.
-            sharing: neighbouring processes that share out the tokens of their rows: together they have so many budgets.
+            sharing: see `Policy.sharing`.
         """
         prompts = Prompts(table.group_id, table.prompt_tokens) if packed else None
         trained = advantages.trained.nonzero()[:, 0].numpy()
@@ -84,9 +84,9 @@ class TrainBatch:
         pairs = pairs_of(trained, advantages.pair_id.numpy())
         units = pairs or [[row] for row in trained.tolist()]
         has_gradient = np.ones(len(table), dtype=bool) if learns_without_advantage else (advantages.advantages != 0).numpy()
-        how, size = (lengths, budget * sharing, processes.world // sharing, prompts, attention), len(units[0]) if units else 1
-        hands = each_ones(deal([unit for unit in units if has_gradient[unit].any()], *how), sharing, size)
-        idle = each_ones(deal([unit for unit in units if not has_gradient[unit].any()], *how), sharing, size)
+        how = lengths, budget, processes.world, prompts, attention, sharing
+        hands = deal([unit for unit in units if has_gradient[unit].any()], *how)
+        idle = deal([unit for unit in units if not has_gradient[unit].any()], *how)
         trainer = np.full(len(table), -1)
         for rank in range(processes.world):
             trainer[[row for rows in (*hands[rank], *idle[rank]) for row in rows]] = rank
@@ -174,15 +174,6 @@ def by_holder(table: RowTable, world: int) -> NDArray[np.int64]:
     return np.concatenate([(table.holder == rank).nonzero()[0] for rank in range(world)])
 
 
-def each_ones(hands: Sequence[Sequence[Sequence[int]]], sharing: int, size: int) -> list[list[list[int]]]:
-    """Returns the micro-batches of each process, given those of each group of `sharing`, whose rows come in units of `size`."""
-    return [
-        [[row for at in range(first * size, len(rows), sharing * size) for row in rows[at : at + size]] for rows in passes]
-        for passes in hands
-        for first in range(sharing)
-    ]
-
-
 # The train batch of a step, the advantages of its rows, and the metrics that were measured on the way.
 Planned: TypeAlias = tuple[TrainBatch, Advantages, dict[str, Any]]
 
@@ -199,7 +190,7 @@ class TrainBatchBuilder:
     budget: int  # tokens of a micro-batch
     packed: bool = False  # whether the policy computes the rows of a micro-batch without padding
     attention: float = 0.0  # see `Policy.attention_cost`
-    sharing: int = 1  # neighbouring processes that share out the tokens of their rows
+    sharing: int = 1  # see `Policy.sharing`
 
     def build(self, table: RowTable, held: Samples, epoch: float) -> Planned:
         planned = self.plan(table, held, epoch, self.kl(table, held))
@@ -225,11 +216,11 @@ class TrainBatchBuilder:
                 train_batch.samples, (*train_batch.micro_batches, *train_batch.idle)
             )
 
-    def reference_logp(self, samples: Samples, micro_batches: Sequence[Sequence[int]] | None = None) -> Tensor:
+    def reference_logp(self, samples: Samples, micro_batches: Sequence[Sequence[int]]) -> Tensor:
         """Returns the reference policy's log-probs, [N] float32, of the distribution of the loss."""
         assert self.reference is not None  # exists whenever the algorithm uses a reference
         distribution = loss_distribution(self.algorithm, self.distribution)
-        return score_own(self.reference, samples, distribution, self.budget, self.processes, micro_batches, self.packed)
+        return score_own(self.reference, samples, distribution, self.budget, self.processes, micro_batches)
 
     def kl(self, table: RowTable, held: Samples) -> Tensor | None:
         """Returns the sampled KL of each completion to the reference, [B]; None if the algorithm takes none from the reward.
@@ -240,8 +231,11 @@ class TrainBatchBuilder:
         """
         if self.algorithm.reference != "reward":
             return None
-        own = held.take(table.place[table.holder == self.processes.rank])
-        ref_logp = self.reference_logp(own)
+        mine = table.holder == self.processes.rank
+        own, at = held.take(table.place[mine]), np.cumsum(mine) - 1
+        prompts = Prompts(table.group_id, table.prompt_tokens) if self.packed else None
+        planned = where_held(table.holder, table.lengths, self.budget, self.processes.world, prompts, self.sharing)
+        ref_logp = self.reference_logp(own, [at[rows].tolist() for rows in planned[self.processes.rank]])
         rows = [slice(first, last) for first, last in pairwise(own.completion_ids.offsets)]
         mask, sampler = torch.from_numpy(own.loss_mask.values), torch.from_numpy(own.sampler_logp.values)
         values = [reward_kl(sampler[row][None], ref_logp[row][None], mask[row][None]) for row in rows]

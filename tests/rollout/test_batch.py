@@ -10,7 +10,7 @@ from helpers.before import before
 from helpers.samples import make_sample
 
 from rlgen.rollout import batch
-from rlgen.rollout.batch import Prompts, collate, deal, differencing, even, plan
+from rlgen.rollout.batch import Prompts, collate, deal, differencing, even, plan, where_held
 from rlgen.rollout.sample import sample_seed
 from rlgen.rollout.samples import Samples
 
@@ -104,6 +104,28 @@ def test_padded_rows_cost_all_processes_about_the_same() -> None:
     costs = tokens * (1 + ATTENTION * np.array(widest) / 2)
     assert tokens.max() <= 16384 and costs.max(axis=0).sum() <= 1.06 * costs.sum(axis=1).mean()
     assert tokens.sum() <= 1.1 * sum(lengths)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_processes_that_share_out_their_tokens_have_their_budgets_together(packed: bool) -> None:
+    """Two by two. Rows may be longer than the budget of one; pairs stay in one process, and rows where they are held."""
+    rng = np.random.default_rng(0)
+    lengths, holder = rng.integers(20, 80, 40), rng.integers(0, 4, 40)
+    prompts = Prompts(np.arange(8).repeat(5), np.full(40, 10)) if packed else None
+    pairs = [[row, row + 1] for row in range(0, 40, 2)]
+    dealt = deal(pairs, (lengths // 2).tolist(), 40, 4, prompts, sharing=2)
+    held = where_held(holder, lengths, 40, 4, prompts, 2)
+    assert all([row + 1 for row in rows[::2]] == rows[1::2] for mine in dealt for rows in mine)
+    assert all(holder[row] == rank for rank, mine in enumerate(held) for rows in mine for row in rows)
+    for hands, of_row in ((dealt, lengths // 2), (held, lengths)):
+        assert sorted(row for mine in hands for rows in mine for row in rows) == list(range(40))
+        assert len({len(mine) for mine in hands}) == 1, "every pass is one of all"
+        for one, other in (*zip(*hands[:2], strict=True), *zip(*hands[2:], strict=True)):
+            rows, most = one + other, max((of_row[row] for row in one + other), default=0)
+            together = (
+                sum(of_row[row] - 10 for row in rows) + 10 * len({row // 5 for row in rows}) if packed else len(rows) * most
+            )
+            assert together <= 80
 
 
 def test_shares_of_unequal_items_are_nearly_equal() -> None:

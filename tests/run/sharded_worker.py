@@ -2,6 +2,7 @@
 
     train NAME KEY=VALUE...    FOLDER/NAME is then a run directory; the name of a run that is there goes on with it. The recipe is
                                FOLDER/NAME.yaml, where that exists
+    widest NAME KEY=VALUE...   trains, too; FOLDER/NAME.json is how many tokens the processes of each computed together at most
     doctor NAME KEY=VALUE...   FOLDER/NAME.json is what the checks of `rlgen doctor` found in each process
     replay NAME STEP           FOLDER/NAME.json is what differs from the step that the run NAME has recorded
     refuse NAME KEY=VALUE...   FOLDER/NAME.json is how each process computes rows, if the last one refuses to pack them
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from helpers.before import before
 from helpers.damage import flip
 from helpers.in_processes import train_in
 from helpers.samples import TEXTS
@@ -28,6 +30,7 @@ from rlgen.cli.doctor import climbed
 from rlgen.files import write_json
 from rlgen.models import policy
 from rlgen.models.load import locate
+from rlgen.models.parallel import ContextParallel
 from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
 from rlgen.run.checkpoint import Checkpoints
@@ -39,6 +42,13 @@ from rlgen.setup.settings import TrainSettings
 def doctor(recipe: Path, logs: Path, overrides: list[str], processes: Processes) -> Any:
     _, rungs = climbed(load_recipe(recipe, overrides).recipe, logs, print, processes)
     return [[rung.name, rung.verdict] for rung in rungs]
+
+
+def widest(run: Path, recipe: Path, overrides: list[str], processes: Processes) -> int:
+    tokens = list[int]()
+    before(ContextParallel, "mine", lambda _, packed, dim: tokens.append(packed.shape[dim]))
+    train_in(run, load_recipe(recipe, overrides), processes)
+    return max(tokens)
 
 
 def replayed(run: Path, step: int, processes: Processes) -> Any:
@@ -99,7 +109,9 @@ def main(recipe: Path, folder: Path, deeds: Sequence[str]) -> None:
         if what == "train":
             train_in(folder / name, load_recipe(own if own.exists() else recipe, words), processes)
             continue
-        if what == "doctor":
+        if what == "widest":
+            found = widest(folder / name, recipe, words, processes)
+        elif what == "doctor":
             found = doctor(recipe, folder, words, processes)
         elif what == "replay":
             found = replayed(folder / name, int(words[0]), processes)

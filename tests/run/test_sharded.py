@@ -31,6 +31,7 @@ WAYS = {
     "pairs": 'trainer={"kind":"online_dpo"}',
     "experts": "model.path=tiny:qwen3_moe",
 }
+REWARD = 'trainer={"kind":"grpo","beta":0.05,"kl":"k1_in_reward"}'
 PADDED, HALF = "optim.packing=false", "model.dtype=bfloat16"
 SHARDED, COPIES, DEFERRED = "processes.strategy=fsdp", "processes.shard=2", "processes.defer_sync=true"
 DIVIDED, QUARTERED = (f"{SHARDED} processes.experts={count} {WAYS['experts']}" for count in (2, 4))
@@ -38,6 +39,7 @@ SPLIT, CONTEXT = (f"{SHARDED} processes.{key}=2" for key in ("tensor", "context"
 FIRST = "run.steps=1"  # so that the run is resumed at step 1
 # A group fills a micro-batch: they are the same in one process as in two. In bfloat16, other neighbours are other rounding.
 GROUPS = "optim.micro_batch_tokens=100"
+LESS = 40  # tokens, fewer than most rows have
 # By number of processes.
 SLOW = {
     2: [
@@ -62,6 +64,7 @@ SLOW = {
         *(f"train packed_met {words}" for words in (f"{SHARDED} {FIRST}", SPLIT)),
         *(f"train experts_left {words} {WAYS['experts']}" for words in (f"{DIVIDED} {FIRST}", SHARDED)),
         f"doctor context_healthy {CONTEXT}",
+        f"widest reward_context {CONTEXT} {REWARD} optim.micro_batch_tokens={LESS} run.probe_max=true",
         "replay adapter_resumed 2",
     ],
     3: [f"train {name} {SHARDED} {words}" for name, words in [*WAYS.items(), ("packed_padded", PADDED)]],
@@ -95,7 +98,7 @@ class Alone:
     def __call__(self, way: str) -> Path:
         run = self.recipe.with_name(way)
         if not run.exists():
-            train_in(run, load_recipe(self.recipe, WAYS[way].split()), Processes.alone())
+            train_in(run, load_recipe(self.recipe, {**WAYS, "reward": REWARD}[way].split()), Processes.alone())
         return run
 
 
@@ -147,6 +150,14 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize(("world", "name"), cases())
 def test_sharded_weights_learn_what_one_process_learns(slow: dict[int, Path], alone: Alone, world: int, name: str) -> None:
     same(slow[world] / name, alone(name.partition("_")[0]))
+
+
+@pytest.mark.slow
+def test_processes_that_share_out_a_row_have_their_budgets_together(slow: dict[int, Path], alone: Alone) -> None:
+    """In the trial of the largest micro-batches, in the checks of the sentinel, for the reference, and in each update."""
+    same(slow[2] / "reward_context", alone("reward"))
+    for most in read_json(slow[2] / "reward_context.json"):
+        assert LESS < most <= 2 * LESS
 
 
 @pytest.mark.slow
