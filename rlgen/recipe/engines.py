@@ -53,8 +53,8 @@ class VllmRecipe(AnyEngineRecipe):
     dtype: Dtype | None = None
     """Dtype in which the engine computes. None: model.dtype."""
     max_model_len: Count | None = None
-    """Longest row, prompt and completion together. None: max_prompt_tokens + max_completion_tokens, of
-    training or of eval, whichever sum is larger."""
+    """Longest row, prompt and completion together. None: max_prompt_tokens + max_completion_tokens, of training or of eval,
+    whichever sum is larger."""
     max_num_seqs: Annotated[StrictInt, Field(ge=1, le=65536)] = 256
     """Completions decoded at the same time."""
     kv_cache_gib: Annotated[float, Field(strict=True, gt=0, le=10000)] | None = None
@@ -156,7 +156,8 @@ class ServerEngineRecipe(VllmRecipe):
     transfer_dir: Text | None = None
     """Folder that trainer and servers share, for weights. None: shared memory of this machine."""
     lora: Literal["merged", "adapter"] = "merged"
-    """With model.lora: send all weights with the adapter merged in, or only the adapter, which servers merge."""
+    """With model.lora: send all weights, with the adapter merged in (merged); or only the adapter, which each server merges into
+    its weights (adapter)."""
     in_flight: InFlight | None = None
     """With rollout.async_steps: change the weights while a server answers requests (true), or after it has answered them (false).
     None: true if rollout.async_steps is 2 or more. {recompute: false}: as true, but running requests keep their KV cache."""

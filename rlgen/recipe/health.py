@@ -51,7 +51,8 @@ class HealthRecipe(Strict):
     sampler_kl: HealthRule = HealthRule(threshold=0.015, steps=20)
     """The KL between engine and trainer, in nats a token, is above the threshold."""
     ess: HealthRule = HealthRule(threshold=0.3, steps=5)
-    """The effective sample size of the uncapped ratios, as a share of the sample size, is below the threshold."""
+    """The effective sample size of the ratios, trainer to engine, before any cap, as a share of the sample size, is below the
+    threshold."""
 
     @model_validator(mode="before")
     @classmethod

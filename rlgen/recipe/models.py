@@ -35,9 +35,10 @@ class RunRecipe(Strict):
     """Train with torch's deterministic kernels, which give the same bits each time."""
     must_save_by: Moment | None = None
     """Save and stop (exit 75) before this time. Write a time with its zone, or a duration such as 3h50m, which begins anew at
-    each start or resume. rlgen starts no step that would end too late. For a step and its save it reserves 1.25 times the sum of
-    the longest step and the longest save so far, plus 2 s. The first step always starts. If only this reserve is left during
-    sampling, a run of one process stops at once. A run of several processes stops after the sampling."""
+    each start or resume. The first step always starts. A later step starts if the time left is 2 s more than 1.25 times the sum
+    of the longest step and the longest save so far. While a step samples, the same rule holds with the longest update instead of
+    the longest step. If too little is left, a run of one process stops sampling at once, and a run of several processes after the
+    sampling."""
 
 
 class LoraRecipe(Strict):
@@ -174,10 +175,10 @@ class RolloutRecipe(Strict):
     """Limit on the model's turns in a conversation. If the last turn calls a tool, or the environment is not done, the completion
     counts as truncated."""
     reply_timeout: Seconds = 600.0
-    """Seconds that the reply to a turn may take, with the wait for a free process. If it takes longer, the completion is
-    truncated."""
+    """Seconds that tools or the environment may take to answer a turn, including the wait for a free process. If it takes longer,
+    the completion is truncated."""
     use: Text | None = None
-    """file.py:function, or pkg.mod:function. Your function sends the requests to the engine, instead of rlgen; see `rlgen docs
+    """file.py:function, or pkg.mod:function. Your function, not rlgen, sends the requests to the engine; see `rlgen docs
     rollouts`. None: rlgen sends each prompt as it is."""
     temperature: Temperature = 1.0
     """Sampling temperature. 0 (greedy) is refused, because all completions of a prompt would be equal."""
@@ -201,8 +202,8 @@ class RolloutRecipe(Strict):
     dynamic_sampling: Annotated[StrictInt, Field(ge=0, le=100)] = 0
     """Rounds in which a step may sample more prompts. Their groups replace groups whose rewards are all equal."""
     stream: StrictBool = False
-    """Run forward and backward on scored groups while other groups of the step are sampled. The result is the same. It
-    takes 8 bytes more for each trained parameter. Needs one process and vLLM. Refuses settings that need the whole batch."""
+    """Run forward and backward on scored groups while other groups of the step are sampled. The result is the same. It takes 8
+    bytes more for each trained parameter. Needs one process and vLLM. Refuses settings that need the whole batch."""
 
 
 class EvalRecipe(Strict):
@@ -295,8 +296,8 @@ class SentinelRecipe(Strict):
     on_drift: Literal["warn", "stop", "checkpoint_and_stop"] = "checkpoint_and_stop"
     """If a batch exceeds a bound: warn and train on, stop, or save a checkpoint and stop."""
     probe_every: Count = 10
-    """With rollout.async_steps: number of syncs from one check to the next. Batches come from older weights, so each check
-    samples a few completions with the current ones."""
+    """With rollout.async_steps: number of syncs from one check of the sentinel to the next. The batches were sampled with older
+    weights, so each check samples a few completions with the current weights."""
 
 
 class Recipe(Strict):
@@ -315,7 +316,7 @@ class Recipe(Strict):
     tools: Annotated[list[ToolRecipe], Field(max_length=100)] = []
     """Functions that the model may call between its turns."""
     environment: EnvironmentRecipe | None = None
-    """What answers each turn of the model, and rewards it. None: a completion is one turn, which nothing answers."""
+    """What answers each turn of the model, and rewards it. None: only tools answer, if there are any."""
     rollout: RolloutRecipe = RolloutRecipe()
     """What a step samples."""
     engine: EngineRecipe = ColocatedEngineRecipe()

@@ -47,7 +47,8 @@ class CorrectionRecipe(Preset):
     max: Annotated[float, Field(strict=True, ge=1, le=1e6)] = 2.0
     """Upper cap. Default for sequence_mask: 3, for icepop: 5."""
     geometric: GeometricRecipe | None = None
-    """Also drop completions whose mean ratio over their tokens is out of bounds."""
+    """Also drop completions for which the geometric mean of their tokens' ratios, trainer to engine, is outside of these
+    bounds."""
 
     @property
     def corrects(self) -> bool:
@@ -79,10 +80,10 @@ class PolicyRecipe(Strict):
     beta: Annotated[float, Field(strict=True, ge=0, le=1000)] = 0.0
     """Weight of the KL to a reference model. With 0, no reference model is loaded."""
     kl: KLPlace = "k3_is"
-    """Estimator of the KL. k1_in_reward subtracts the KL from the reward; the others add it to the loss. Older tools use k3;
-    its gradient is biased."""
+    """Estimator of the KL. k1_in_reward subtracts the KL from the reward; the others add it to the loss. Older tools use k3; its
+    gradient is biased."""
     kl_use_weight: StrictBool = False
-    """Multiply the KL in the loss by the importance weight, like the rest of the loss."""
+    """Multiply the KL in the loss by the weight of `correction`, as the rest of the loss is."""
     clip_low: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.2
     """The ratio is clipped below 1 - clip_low. The first update on a rollout clips nothing."""
     clip_high: Annotated[float, Field(strict=True, ge=0, le=100)] = 0.28
@@ -201,7 +202,7 @@ class OnlineDPORecipe(Strict):
     updates_per_rollout: Updates = 1
     """Optimizer steps on each rollout. Each step uses all pairs."""
     correction: PairCorrectionRecipe = PairCorrectionRecipe()
-    """Drops pairs whose log-probs differ too much between engine and trainer."""
+    """Which pairs to drop because their log-probs differ too much between engine and trainer. By default none."""
 
 
 TrainerRecipe = Annotated[GRPORecipe | RLOORecipe | OnlineDPORecipe | OwnRecipe, Field(discriminator="kind")]
