@@ -49,9 +49,9 @@ Labelled = Sequence[tuple[str, type[BaseModel]]]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+    """A Markdown table, each row of which is one line."""
+    lines = [[" ".join(cell.replace("|", "\\|").split()) for cell in line] for line in (head, ["---"] * len(head), *rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 # --- the recipe ------------------------------------------------------------------------------------------------------

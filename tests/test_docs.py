@@ -67,6 +67,8 @@ def test_a_page_begins_with_its_title_and_one_line(name: str) -> None:
     assert lines[0].startswith("# ") and lines[1] == lines[3] == ""
     assert lines[2].endswith(".") and len(lines[2]) <= 120
     assert "<!--" not in page_text(name)
+    tables = [row for row in re.sub(r"(?s)```.*?```", "", page_text(name)).splitlines() if row.startswith("| ")]
+    assert all(row.endswith("|") for row in tables), "a row of a table is one line"
 
 
 def test_pages_name_only_pages_and_files_that_are_there() -> None:

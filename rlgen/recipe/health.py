@@ -27,7 +27,8 @@ class HealthRecipe(Strict):
     reward_std: HealthRule = HealthRule(threshold=0.0, steps=10)
     """The standard deviation of a step's rewards is at or below the threshold, in more than half of the last `steps` steps."""
     reward_failed: HealthRule = HealthRule(threshold=0.0, steps=1)
-    """The number of failed rewards in a step is above the threshold. A failed call for a group counts once for each sample."""
+    """The number of failed rewards in a step is above the threshold. If one call scores a whole group and fails, it counts once
+    for each sample of the group."""
     unscored: HealthRule = HealthRule(threshold=1.0, steps=1)
     """The share of a step's samples without a reward is at or above the threshold."""
     zero_std: HealthRule = HealthRule(threshold=0.8, steps=10)
@@ -51,8 +52,8 @@ class HealthRecipe(Strict):
     sampler_kl: HealthRule = HealthRule(threshold=0.015, steps=20)
     """The KL between engine and trainer, in nats a token, is above the threshold."""
     ess: HealthRule = HealthRule(threshold=0.3, steps=5)
-    """The effective sample size of the ratios, trainer to engine, before any cap, as a share of the sample size, is below the
-    threshold."""
+    """The effective sample size, as a share of the sample size, is below the threshold. It follows from the ratios, trainer to
+    engine, before any cap."""
 
     @model_validator(mode="before")
     @classmethod

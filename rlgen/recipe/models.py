@@ -35,10 +35,10 @@ class RunRecipe(Strict):
     """Train with torch's deterministic kernels, which give the same bits each time."""
     must_save_by: Moment | None = None
     """Save and stop (exit 75) before this time. Write a time with its zone, or a duration such as 3h50m, which begins anew at
-    each start or resume. The first step always starts. A later step starts if the time left is 2 s more than 1.25 times the sum
-    of the longest step and the longest save so far. While a step samples, the same rule holds with the longest update instead of
-    the longest step. If too little is left, a run of one process stops sampling at once, and a run of several processes after the
-    sampling."""
+    each start or resume. The first step always starts. A later step starts only if the time left is at least 1.25 * (longest step
+    so far + longest save so far) + 2 s. While a step samples, the time left must be at least 1.25 * (longest update so far +
+    longest save so far) + 2 s, or the step is given up: at once in a run of one process, after the sampling in a run of
+    several."""
 
 
 class LoraRecipe(Strict):
