@@ -104,13 +104,18 @@ def deal(
     """
     if not units:
         return [[] for _ in range(world)]
-    if sharing > 1:
-        size, together = len(units[0]), deal(units, lengths, budget * sharing, world // sharing, prompts, attention)
-        return [
-            [[row for at in range(first * size, len(rows), sharing * size) for row in rows[at : at + size]] for rows in passes]
-            for passes in together
-            for first in range(sharing)
-        ]
+    size, together = len(units[0]), dealt(units, lengths, budget * sharing, world // sharing, prompts, attention)
+    return [
+        [[row for at in range(first * size, len(rows), sharing * size) for row in rows[at : at + size]] for rows in passes]
+        for passes in together
+        for first in range(sharing)
+    ]
+
+
+def dealt(
+    units: Sequence[Sequence[int]], lengths: Sequence[int], budget: int, world: int, prompts: Prompts | None, attention: float
+) -> list[list[list[int]]]:
+    """Does what `deal` does, for processes that compute their passes alone."""
 
     def cost(rows: Sequence[int], attention: float = attention) -> float:
         if prompts is None:
