@@ -11,7 +11,7 @@ from rlgen.recipe.evaluation import data_of, eval_rewards
 from rlgen.recipe.judges import pairwise_places
 from rlgen.recipe.models import Recipe, RewardRecipe
 from rlgen.recipe.sizes import is_written, least_row
-from rlgen.recipe.trainers import GRPORecipe, OnlineDPORecipe, PolicyRecipe, RLOORecipe
+from rlgen.recipe.trainers import GRPORecipe, PolicyRecipe, RLOORecipe
 
 LOCAL_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 LARGE_RATE = 0.01  # learning rates above this are larger than any that trains a language model
@@ -316,17 +316,13 @@ def _names(recipe: Recipe) -> Findings:
 
 
 def _engine(recipe: Recipe, engine: VllmRecipe) -> Findings:
-    (longest, adds_up), trainer = least_row(recipe), recipe.trainer
+    longest, adds_up = least_row(recipe)
     if engine.max_model_len is not None and engine.max_model_len < longest:
         what = f"engine.max_model_len is {engine.max_model_len}, but {adds_up}"
         yield Finding("engine.max_model_len", what, f"set engine.max_model_len to {longest} or more, or remove it")
     if engine.kv_cache_gib is not None and engine.gpu_memory_utilization is not None:
         what = "engine.gpu_memory_utilization has no effect beside engine.kv_cache_gib"
         yield Finding("engine.gpu_memory_utilization", what, "remove one of them")
-    if recipe.structured_regex is not None and (isinstance(trainer, OnlineDPORecipe) or trainer.correction.corrects):
-        what = "engine.structured_regex samples from a part of the vocabulary: the engine's log-probs are not the policy's, so"
-        hint = "set trainer.correction.mode to none with trainer.kind grpo or rloo, or remove engine.structured_regex"
-        yield Finding("engine.structured_regex", f"{what} trainer.correction would be wrong", hint)
     for name in sorted(engine.extra):
         path = f"engine.extra.{name}"
         if name.replace("-", "_").startswith("data_parallel"):

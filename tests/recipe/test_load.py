@@ -175,7 +175,7 @@ def test_overrides(recipe_file: Path, proof: Proof) -> None:
         ("engine.max_model_len=75", "set engine.max_model_len to 76 or more"),
         ("engine={kv_cache_gib: 1, gpu_memory_utilization: 0.5}", "has no effect beside engine.kv_cache_gib"),
         ("engine={extra: {logprobs_mode: raw_logprobs}}", "engine.extra.logprobs_mode is set by rlgen"),
-        ("engine.structured_regex='[0-9]+'", "set trainer.correction.mode to none"),
+        ("engine.structured_regex='[0-9]+'", "set trainer.correction to {mode: none}"),
         ("engine={extra: {max-logprobs: 3}}", "engine.extra.max-logprobs is set by rlgen"),
         ("engine={extra: {Block: 3}}", "engine.extra.Block is not an argument of vLLM"),
         ("engine={kind: server, launch: true, url: 'http://a:1'}", "engine.launch is true: rlgen would start another"),
