@@ -221,7 +221,7 @@ def _trainer(recipe: Recipe) -> Findings:
         if trainer.reward_clip is not None and trainer.reward_clip[0] >= trainer.reward_clip[1]:
             what = f"trainer.reward_clip {list(trainer.reward_clip)} must have the lowest reward before the highest"
             yield Finding("trainer.reward_clip", what, "swap them")
-        if trainer.ratio == "sequence" and correction.mode.startswith(("token", "icepop")):
+        if trainer.ratio == "sequence" and correction.of_tokens:
             what = f"trainer.ratio sequence has one ratio for a completion, but trainer.correction.mode {correction.mode}"
             hint = "set trainer.correction.mode to sequence_truncate, sequence_mask or none, or trainer.ratio to token"
             yield Finding("trainer.ratio", f"{what} has one weight for each token", hint)
@@ -399,9 +399,12 @@ def notices(recipe: Recipe) -> Iterator[str]:
         yield from _of_servers(engine)
     if recipe.model.lora is not None and rate < SMALL_FOR_LORA:
         yield f"optim.learning_rate {rate:g} is usual for full weights; adapters start at zero and need ten times as much or more"
-    if isinstance(trainer, GRPORecipe) and trainer.loss in ("gspo", "luspo") and "token" in trainer.correction.mode:
-        what = f"trainer.loss {trainer.loss} has one ratio for a completion; trainer.correction.mode {trainer.correction.mode}"
-        yield f"{what} weighs it by the mean of its tokens' weights"
+    if isinstance(trainer, PolicyRecipe) and trainer.of_rows is not None:
+        one_ratio = f"trainer.{trainer.of_rows} has one ratio for a completion; trainer."
+        if trainer.correction.of_tokens:
+            yield f"{one_ratio}correction.mode {trainer.correction.mode} weighs it by the mean of its tokens' weights"
+        if trainer.top_entropy < 1:
+            yield f"{one_ratio}top_entropy weighs it by the share of its tokens that are kept, and all of them are learned from"
 
 
 def _of_servers(engine: ServerEngineRecipe) -> Iterator[str]:

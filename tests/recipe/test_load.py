@@ -293,6 +293,21 @@ def test_streaming_in_one_process_is_noted(recipe_file: Path) -> None:
         assert any(note.startswith(said) for note in loaded.notices) == noted
 
 
+@pytest.mark.parametrize("trainer", ["loss: gspo", "loss: luspo", "kind: rloo, ratio: sequence", "loss: gspo_token"])
+def test_what_weighs_a_whole_completion_is_noted(recipe_file: Path, trainer: str) -> None:
+    said = "has one ratio for a completion; trainer."
+
+    def noted(rest: str) -> list[str]:
+        found = load_recipe(recipe_file, [f"trainer={{{trainer}, updates_per_rollout: 2, {rest}}}"]).notices
+        return [note.partition(said)[2].split()[0] for note in found if said in note]
+
+    whole = "gspo_token" not in trainer
+    assert noted("correction: {mode: none}") == []
+    assert noted("correction: {mode: sequence_mask}, top_entropy: 0.5") == ["top_entropy"] * whole
+    if "rloo" not in trainer:  # it refuses weights of tokens
+        assert noted("correction: {mode: icepop}") == noted("clip_low: 1.0e-4") == ["correction.mode"] * whole
+
+
 def test_recipes_with_servers(recipe_file: Path, tmp_path: Path) -> None:
     there = load_recipe(recipe_file, ["engine={kind: server, url: ['http://127.0.0.1:1', 'http://10.0.0.7:2/a']}"])
     assert isinstance(there.recipe.engine, ServerEngineRecipe)
