@@ -136,7 +136,9 @@ def _in_trainer(recipe: Recipe) -> Iterator[Inert]:
         if trainer.loss in OWN_SETTINGS:
             yield clips, other, REMOVE
     if trainer.updates_per_rollout == 1:
-        yield f"{clips} ratio" if isinstance(trainer, RLOORecipe) else clips, unmoved, more
+        yield clips, unmoved, more
+        if isinstance(trainer, RLOORecipe) and trainer.top_entropy == 1:  # otherwise `ratio` decides what the kept tokens weigh
+            yield "trainer: ratio", unmoved, more
 
 
 def _in_health(recipe: Recipe) -> Iterator[Inert]:

@@ -308,6 +308,14 @@ def test_what_weighs_a_whole_completion_is_noted(recipe_file: Path, trainer: str
         assert noted("correction: {mode: icepop}") == noted("clip_low: 1.0e-4") == ["correction.mode"] * whole
 
 
+def test_a_ratio_of_completions_has_an_effect_where_some_tokens_are_kept(recipe_file: Path) -> None:
+    """In a single update, too: it decides whether only those tokens or all of the completion are learned from."""
+    ratio = "kind: rloo, ratio: sequence, correction: {mode: none}"
+    assert load_recipe(recipe_file, [f"trainer={{{ratio}, top_entropy: 0.5}}"]).recipe.trainer.of_rows == "ratio sequence"
+    (found,) = problems(recipe_file, f"trainer={{{ratio}}}")
+    assert "trainer.ratio has no effect when trainer.updates_per_rollout is 1" in found
+
+
 def test_recipes_with_servers(recipe_file: Path, tmp_path: Path) -> None:
     there = load_recipe(recipe_file, ["engine={kind: server, url: ['http://127.0.0.1:1', 'http://10.0.0.7:2/a']}"])
     assert isinstance(there.recipe.engine, ServerEngineRecipe)
