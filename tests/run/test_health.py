@@ -170,6 +170,8 @@ def test_rules_that_cannot_apply_are_left_out_and_refused(recipe_file: Path) -> 
     assert "clipped" not in names and {"reward", "grad_norm", "no_update", "entropy", "ref_kl", "ess"} <= names
     names = {rule.name for rule in rules_of(recipe(trainer={"kind": "grpo"}))}
     assert not {"ref_kl", "clipped"} & names and {"entropy", "ess"} <= names
+    names = {rule.name for rule in rules_of(recipe(trainer={"kind": "own", "use": "mine.py:Mine"}))}
+    assert {"ref_kl", "clipped"} <= names, "its loss may clip ratios to the engine, and have a reference of its own"
     ahead = {"engine": {"kind": "server", "launch": True}, "rollout": {"max_completion_tokens": 100, "async_steps": 1}}
     names = {rule.name for rule in rules_of(recipe(**ahead))}
     assert not {"sampler_delta", "sampler_kl"} & names and "ess" in names, "what earlier weights sampled differs, and is no fault"
