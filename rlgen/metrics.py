@@ -59,7 +59,7 @@ class Metric(Explained):
     REWARD_STD = "reward/std", "reward", "Standard deviation of the same sums."
     REWARD_UNSCORED = "reward/unscored", "samples", "Samples without a reward: no reward applies, or one has failed."
     GROUPS_ZERO_STD = "groups/zero_std", "share", "Groups of equal rewards, among those with two scored samples or more."
-    GROUPS_RESAMPLED = "groups/resampled", "groups", "Groups of equal rewards that `rollout.dynamic_sampling` replaced."
+    GROUPS_RESAMPLED = "groups/resampled", "groups", "Groups without an advantage, which `rollout.dynamic_sampling` replaced."
 
     COMPLETIONS_MEAN_TOKENS = "completions/mean_tokens", "tokens", "Mean length of a completion: the tokens that were sampled."
     COMPLETIONS_MIN_TOKENS = "completions/min_tokens", "tokens", "Length of the shortest completion."

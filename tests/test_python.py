@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import RECIPE, ROOT, read_jsonl
 from helpers.rollouts import rollout_rows
+from helpers.samples import make_sample
 from helpers.slow import slow_but
 from safetensors.torch import load_file
 
@@ -20,9 +21,13 @@ from rlgen.callbacks import Callback, StopTraining
 from rlgen.cli.doctor import doctor_command
 from rlgen.errors import CodeError, RecipeError, Stopped, UsageError
 from rlgen.files import read_json
+from rlgen.processes import Processes
 from rlgen.recipe import load_recipe
 from rlgen.recipe.trainers import OwnRecipe
+from rlgen.rollout.samples import Samples
+from rlgen.rollout.table import RowTable
 from rlgen.run.compare import first_difference
+from rlgen.trainers.collect import silent_groups
 
 PAGE = (ROOT / "rlgen" / "docs" / "python.md").read_text()
 READ, WATCH, REINFORCE, SQUARED = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -222,7 +227,11 @@ def test_a_class_that_lacks_something_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", ["trained=found.advantages", "trained=found.trained[:1]", "pair_id=None", "advantages=found.advantages / 0"]
+    "wrong",
+    [
+        *("trained=found.advantages", "trained=found.trained[:1]", "counted=found.counted.long()"),
+        *("pair_id=None", "advantages=found.advantages / 0"),
+    ],
 )
 def test_advantages_of_another_shape_are_refused(folder: Path, wrong: str) -> None:
     good = "found = Advantages.of_policy(found, found == 2, scores, self.recipe)"
@@ -238,6 +247,17 @@ def test_rows_in_pairs_beside_rows_in_none_are_refused(folder: Path) -> None:
     (folder / "own.py").write_text(re.sub(r"return Advantages.*", paired, OWN).format(body=PLAIN))
     with pytest.raises(CodeError, match=r"own\.py:Own\.advantages trains rows in pairs and rows in none; train one kind only"):
         OwnAlgorithm.load(OwnRecipe(kind="own", use=f"{folder / 'own.py'}:Own"))
+
+
+def test_groups_without_signal_are_found_without_their_kl(folder: Path) -> None:
+    """With `rollout.dynamic_sampling` groups are replaced before the reference has computed anything."""
+    less_kl = "group_advantages(scores.rewards - self.recipe.beta * scores.kl"
+    (folder / "own.py").write_text(OWN.format(body=PLAIN).replace("group_advantages(scores.rewards", less_kl))
+    recipe = OwnRecipe(kind="own", use=f"{folder / 'own.py'}:Own", beta=0.1, kl="k1_in_reward")
+    rewards = {3: (0.5, 0.5), 5: (0.0, 1.0)}
+    rows = [make_sample(group_id=g, sample_index=place, reward=r) for g in rewards for place, r in enumerate(rewards[g])]
+    table = RowTable.gather(Samples.of(rows, ()), Processes.alone())
+    assert silent_groups(table, OwnAlgorithm.load(recipe), {}).tolist() == [3]
 
 
 def test_the_recipe_names_a_place(folder: Path) -> None:

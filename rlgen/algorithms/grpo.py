@@ -38,9 +38,10 @@ class GRPO(PolicyGradient):
         """Returns the advantages of the rows; rewards are combined before or after normalisation, as the recipe says."""
         settings, ids = self.recipe, scores.group_ids
         if settings.combine_rewards == "normalize_then_sum":
-            advantages = gdpo_advantages(scores.columns, scores.column_weights, ids)
-            weighed = scores.columns[:, scores.column_weights != 0]
-            silent = torch.stack([without_signal(column, ids) for column in weighed.unbind(1)]).all(0)
+            weighed = scores.column_weights != 0  # the others are only measured
+            columns = scores.columns[:, weighed]
+            advantages = gdpo_advantages(columns, scores.column_weights[weighed], ids)
+            silent = torch.stack([without_signal(column, ids) for column in columns.unbind(1)]).all(0)
         else:
             rewards = rewards_less_kl(scores.rewards, scores, settings)
             advantages = group_advantages(rewards, ids, settings.scale_rewards)

@@ -76,7 +76,8 @@ class OwnAlgorithm:
         advantages = call_function(self.use, "advantages", lambda: self.algorithm.advantages(scores))
         columns = [getattr(advantages, column.name, None) for column in fields(Advantages)]
         fits = all(isinstance(one, Tensor) and one.shape == scores.rewards.shape for one in columns)
-        if not fits or not advantages.advantages.isfinite().all() or advantages.trained.dtype != torch.bool:
+        flags = fits and advantages.counted.dtype == advantages.trained.dtype == torch.bool
+        if not flags or not advantages.advantages.isfinite().all():
             what = "Advantages with a finite advantage for each row, and the other columns as long"
             raise CodeError(f"trainer.use: {self.use}.advantages must return {what}")
         paired = (advantages.pair_id >= 0)[advantages.trained]

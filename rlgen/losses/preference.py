@@ -47,7 +47,7 @@ def select_pairs(
         ranked.sort(key=lambda row: (-level[row], sample_index[row].item()))
         for best, worst in candidates(ranked, pairing, group_id):
             margin = level[best] - level[worst]
-            if margin > min_margin or (ties == "first" and margin == 0):
+            if margin > min_margin + CONSTANT_SPREAD or (ties == "first" and margin == 0):
                 pairs.append((best, worst))
     chosen, rejected = zip(*pairs, strict=True) if pairs else ((), ())
     return torch.tensor(chosen, dtype=torch.long), torch.tensor(rejected, dtype=torch.long)

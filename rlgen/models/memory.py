@@ -105,7 +105,7 @@ HOW = {
     "gradients of states": "8 bytes x tokens x hidden size",
     "head's states": "2 x width of the head's product x tokens x hidden size",
     "head's gradient": "4 bytes x vocabulary x hidden size",
-    "chunk of logits": "3 x 4 bytes x 2^25 logits, or fewer if there are fewer tokens",
+    "chunk of logits": f"{CHUNKS} x 4 bytes x {CHUNK_LOGITS:,} logits, or fewer if there are fewer tokens",
     "engine weights": "bytes of the engine's dtype a parameter, / tensor_parallel_size",
     "KV cache": "engine.kv_cache_gib; or gpu_memory_utilization x device - engine weights; or, without a device, 2 x layers x"
     " kv_heads x head_dim x bytes x sequences x max_model_len",

@@ -1,4 +1,4 @@
-"""Checks what cannot be used beside several turns (tools, environments), images, or `rollout.stream`."""
+"""Checks what cannot be used beside several turns (tools, environments), images, a regular expression, or `rollout.stream`."""
 
 from collections.abc import Iterator
 
@@ -7,15 +7,18 @@ from rlgen.recipe.engines import ColocatedEngineRecipe, TransformersEngineRecipe
 from rlgen.recipe.models import ENVIRONMENT_REWARD, Recipe
 from rlgen.recipe.paths import named_functions
 from rlgen.recipe.rules import Finding, Findings, repeated
-from rlgen.recipe.trainers import GRPORecipe, OwnRecipe, PolicyRecipe, RLOORecipe
+from rlgen.recipe.trainers import GRPORecipe, OwnRecipe, PolicyRecipe, RLOORecipe, TrainerRecipe
 
 
 def beside(recipe: Recipe) -> Findings:
-    """Yields what contradicts tools, an environment, a rollout of the user's, images, or `rollout.stream`."""
+    """Yields what contradicts tools, an environment, the user's rollout, images, a regular expression, or `rollout.stream`."""
     yield from _tools(recipe)
     yield from _environment(recipe)
     yield from _own_rollout(recipe)
     yield from _images(recipe)
+    for key, remedy in _by_sampler_logp(recipe.trainer) if recipe.structured_regex is not None else ():
+        what = "engine.structured_regex samples from a part of the vocabulary: the engine's log-probs are not the policy's, so"
+        yield Finding("engine.structured_regex", f"{what} {key} would be wrong", f"{remedy}, or remove engine.structured_regex")
     if recipe.rollout.stream:
         for path, why, hint in (*_not_streamed(recipe), *_needs_whole_batch(recipe)):
             what = f"{path} cannot be used with rollout.stream, which trains on groups while others are sampled: {why}"
@@ -106,6 +109,16 @@ def _images(recipe: Recipe) -> Findings:
         if meets:
             what = f"data.columns.images: prompts with images are not tested with {path}"
             yield Finding(path.split()[0], what, hint)
+
+
+def _by_sampler_logp(trainer: TrainerRecipe) -> Iterator[tuple[str, str]]:
+    """Yields the settings that compare the engine's log-probs with others, and how to do without."""
+    if trainer.correction.corrects:
+        yield "trainer.correction", "set trainer.correction to {mode: none}"
+    if isinstance(trainer, PolicyRecipe) and trainer.off_policy_max is not None:
+        yield "trainer.off_policy_max", "remove it"
+    if isinstance(trainer, PolicyRecipe) and trainer.beta > 0 and trainer.kl == "k1_in_reward":
+        yield "trainer.kl k1_in_reward", "set trainer.kl to k3_is"
 
 
 def _not_streamed(recipe: Recipe) -> Iterator[tuple[str, str, str]]:

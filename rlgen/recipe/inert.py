@@ -136,7 +136,9 @@ def _in_trainer(recipe: Recipe) -> Iterator[Inert]:
         if trainer.loss in OWN_SETTINGS:
             yield clips, other, REMOVE
     if trainer.updates_per_rollout == 1:
-        yield f"{clips} ratio" if isinstance(trainer, RLOORecipe) else clips, unmoved, more
+        yield clips, unmoved, more
+        if isinstance(trainer, RLOORecipe) and trainer.top_entropy == 1:  # otherwise `ratio` decides what the kept tokens weigh
+            yield "trainer: ratio", unmoved, more
 
 
 def _in_health(recipe: Recipe) -> Iterator[Inert]:
@@ -144,12 +146,13 @@ def _in_health(recipe: Recipe) -> Iterator[Inert]:
     trainer = recipe.trainer
     if isinstance(trainer, OnlineDPORecipe):
         yield "health: clipped", "with trainer.kind online_dpo, which clips nothing", REMOVE
-    elif trainer.beta == 0:
-        yield "health: ref_kl", "when trainer.beta is 0: there is no reference", REMOVE
-    if isinstance(trainer, GRPORecipe) and trainer.loss in OWN_SETTINGS and trainer.loss != "cispo":
-        yield "health: clipped", f"with trainer.loss {trainer.loss}, which clips nothing", REMOVE
-    if trainer.updates_per_rollout == 1:
-        yield "health: clipped", "when trainer.updates_per_rollout is 1: the ratio is 1", REMOVE
+    elif not isinstance(trainer, OwnRecipe):  # an algorithm of the user's may measure anything
+        if trainer.beta == 0:
+            yield "health: ref_kl", "when trainer.beta is 0: there is no reference", REMOVE
+        if isinstance(trainer, GRPORecipe) and trainer.loss in OWN_SETTINGS and trainer.loss != "cispo":
+            yield "health: clipped", f"with trainer.loss {trainer.loss}, which clips nothing", REMOVE
+        if trainer.updates_per_rollout == 1:
+            yield "health: clipped", "when trainer.updates_per_rollout is 1: the ratio is 1", REMOVE
     if recipe.structured_regex is not None:
         why = "with engine.structured_regex: its log-probs are not the policy's"
         yield "health: sampler_delta sampler_kl ess", why, REMOVE

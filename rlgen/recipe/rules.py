@@ -11,7 +11,7 @@ from rlgen.recipe.evaluation import data_of, eval_rewards
 from rlgen.recipe.judges import pairwise_places
 from rlgen.recipe.models import Recipe, RewardRecipe
 from rlgen.recipe.sizes import is_written, least_row
-from rlgen.recipe.trainers import GRPORecipe, OnlineDPORecipe, PolicyRecipe, RLOORecipe
+from rlgen.recipe.trainers import GRPORecipe, PolicyRecipe, RLOORecipe
 
 LOCAL_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 LARGE_RATE = 0.01  # learning rates above this are larger than any that trains a language model
@@ -221,7 +221,7 @@ def _trainer(recipe: Recipe) -> Findings:
         if trainer.reward_clip is not None and trainer.reward_clip[0] >= trainer.reward_clip[1]:
             what = f"trainer.reward_clip {list(trainer.reward_clip)} must have the lowest reward before the highest"
             yield Finding("trainer.reward_clip", what, "swap them")
-        if trainer.ratio == "sequence" and correction.mode.startswith(("token", "icepop")):
+        if trainer.ratio == "sequence" and correction.of_tokens:
             what = f"trainer.ratio sequence has one ratio for a completion, but trainer.correction.mode {correction.mode}"
             hint = "set trainer.correction.mode to sequence_truncate, sequence_mask or none, or trainer.ratio to token"
             yield Finding("trainer.ratio", f"{what} has one weight for each token", hint)
@@ -316,17 +316,13 @@ def _names(recipe: Recipe) -> Findings:
 
 
 def _engine(recipe: Recipe, engine: VllmRecipe) -> Findings:
-    (longest, adds_up), trainer = least_row(recipe), recipe.trainer
+    longest, adds_up = least_row(recipe)
     if engine.max_model_len is not None and engine.max_model_len < longest:
         what = f"engine.max_model_len is {engine.max_model_len}, but {adds_up}"
         yield Finding("engine.max_model_len", what, f"set engine.max_model_len to {longest} or more, or remove it")
     if engine.kv_cache_gib is not None and engine.gpu_memory_utilization is not None:
         what = "engine.gpu_memory_utilization has no effect beside engine.kv_cache_gib"
         yield Finding("engine.gpu_memory_utilization", what, "remove one of them")
-    if recipe.structured_regex is not None and (isinstance(trainer, OnlineDPORecipe) or trainer.correction.corrects):
-        what = "engine.structured_regex samples from a part of the vocabulary: the engine's log-probs are not the policy's, so"
-        hint = "set trainer.correction.mode to none with trainer.kind grpo or rloo, or remove engine.structured_regex"
-        yield Finding("engine.structured_regex", f"{what} trainer.correction would be wrong", hint)
     for name in sorted(engine.extra):
         path = f"engine.extra.{name}"
         if name.replace("-", "_").startswith("data_parallel"):
@@ -403,9 +399,12 @@ def notices(recipe: Recipe) -> Iterator[str]:
         yield from _of_servers(engine)
     if recipe.model.lora is not None and rate < SMALL_FOR_LORA:
         yield f"optim.learning_rate {rate:g} is usual for full weights; adapters start at zero and need ten times as much or more"
-    if isinstance(trainer, GRPORecipe) and trainer.loss in ("gspo", "luspo") and "token" in trainer.correction.mode:
-        what = f"trainer.loss {trainer.loss} has one ratio for a completion; trainer.correction.mode {trainer.correction.mode}"
-        yield f"{what} weighs it by the mean of its tokens' weights"
+    if isinstance(trainer, PolicyRecipe) and trainer.of_rows is not None:
+        one_ratio = f"trainer.{trainer.of_rows} has one ratio for a completion; trainer."
+        if trainer.correction.of_tokens:
+            yield f"{one_ratio}correction.mode {trainer.correction.mode} weighs it by the mean of its tokens' weights"
+        if trainer.top_entropy < 1:
+            yield f"{one_ratio}top_entropy weighs it by the share of its tokens that are kept, and all of them are learned from"
 
 
 def _of_servers(engine: ServerEngineRecipe) -> Iterator[str]:

@@ -126,10 +126,11 @@ class Scorer:
             for sample, value in zip(ask.samples, values, strict=True):
                 table[sample.sample_index][label] = value
         samples: list[Sample] = []
-        for sample, total in zip(group.samples, weighted_sums(list(table.values()), self.weights), strict=True):
+        weights = self.weights
+        for sample, total in zip(group.samples, weighted_sums(list(table.values()), weights), strict=True):
             rewards, wrong = table[sample.sample_index], errors[sample.sample_index]
             # The value of a failed reward is unknown: its sample is not compared with the others.
-            known = all(rewards[label] is not None for label in wrong)
+            known = all(rewards[label] is not None for label in wrong if weights[label])
             samples.append(replace(sample, rewards=rewards, reward=total if known else None, reward_errors=wrong))
         return replace(group, samples=tuple(samples))
 
@@ -378,10 +379,10 @@ def shown_as(value: Any) -> Any:
 def weighted_sums(table: Sequence[dict[str, float | None]], weights: dict[str, float]) -> list[float | None]:
     """Returns the total reward of each sample of one group: the weighted sum of its rewards.
 
-    A reward that applies to no sample of the group is left out. If a reward applies to only some of the samples, those that it
-    does not apply to cannot be compared with the others: their total is None. None never counts as 0.
+    A reward of weight 0, or one that applies to no sample of the group, is left out. If another applies to only some of the
+    samples, those that it does not apply to cannot be compared with the others: their total is None. None never counts as 0.
     """
-    applying = [label for label in weights if any(row[label] is not None for row in table)]
+    applying = [label for label, weight in weights.items() if weight and any(row[label] is not None for row in table)]
     totals: list[float | None] = []
     for row in table:
         known = {label: value for label in applying if (value := row[label]) is not None}

@@ -80,21 +80,18 @@ class RowTable:
         """Returns the rewards and groups of the rows as tensors, for an algorithm. `weights`: of the rewards, by label. `kl`: [B]
         KL of each completion to the reference.
         """
-        columns = np.where(self.failed[:, None], np.nan, self.rewards)[:, [self.labels.index(label) for label in weights]]
+        places, weighed = [self.labels.index(label) for label in weights], np.array(list(weights.values())) != 0
+        columns = self.rewards[:, places]
+        failed = ((self.causes[:, places] >= 0) & np.isnan(columns) & weighed).any(axis=1, keepdims=True)
         return Scores(
             rewards=torch.from_numpy(self.reward),
-            columns=torch.from_numpy(columns),
+            columns=torch.from_numpy(np.where(failed, np.nan, columns)),
             column_weights=torch.tensor(list(weights.values()), dtype=torch.float64),
             group_ids=torch.from_numpy(self.group_id),
             sample_index=torch.from_numpy(self.sample_index),
             truncated=torch.from_numpy(self.truncated),
             kl=kl,
         )
-
-    @property
-    def failed(self) -> NDArray[np.bool_]:
-        """Returns [B], whether a reward that the row should have is unknown."""
-        return ((self.causes >= 0) & np.isnan(self.rewards)).any(axis=1)
 
     @property
     def lengths(self) -> NDArray[np.int64]:

@@ -84,6 +84,13 @@ def failed_rewards(record: Record) -> float | None:
     return sum(counts) if counts else None
 
 
+def unscored(record: Record) -> float | None:
+    """Returns the share of the step's samples without a reward; it has more samples than others if groups were resampled."""
+    lost, tokens = record.get(Metric.REWARD_UNSCORED), record.get(Metric.TOKENS_GENERATED)
+    mean = record.get(Metric.COMPLETIONS_MEAN_TOKENS)
+    return None if lost is None or not tokens or not mean else lost / round(tokens / mean)
+
+
 def ref_kl(record: Record) -> float | None:
     return record.get(Metric.KL_REF_K3, record.get(Metric.KL_REF_K1))
 
@@ -110,7 +117,7 @@ SIGNS = {
     "reward_failed": Sign("above", failed_rewards, "failed rewards of samples", "the first traceback is in the log"),
     "unscored": Sign(
         "at or above",
-        Metric.REWARD_UNSCORED,  # as a share of the samples of a step, see `Rule.whole`
+        unscored,
         "share of samples without a reward",
         "a reward returned None, as a function without `return` does, or failed: try it with `rlgen rewards test`",
     ),
@@ -162,12 +169,11 @@ SIGNS = {
 def rules_of(recipe: Recipe) -> tuple[Rule, ...]:
     """Returns the rules that apply to this recipe and are not set to ignore."""
     useless = {finding.path for finding in inert(recipe)}
-    wholes = {"unscored": recipe.samples_per_step, "length": recipe.rollout.max_completion_tokens}
     return tuple(
         Rule(
             name=name,
             sign=SIGNS[name],
-            whole=wholes.get(name),
+            whole=recipe.rollout.max_completion_tokens if name == "length" else None,
             threshold=setting.threshold,
             steps=setting.steps,
             action=setting.action or recipe.health.action,

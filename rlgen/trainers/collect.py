@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from rlgen.algorithms.base import Algorithm
@@ -161,9 +162,10 @@ class Collector:
 def silent_groups(table: RowTable, algorithm: Algorithm, weights: Mapping[str, float]) -> NDArray[np.int64]:
     """Returns the ids of groups in which no trained sample has an advantage, so that nothing can be learned from them.
 
-    A KL in the reward does not count as a signal.
+    A KL in the reward does not count as a signal: it is taken to be 0.
     """
-    advantages = algorithm.advantages(table.scores(weights))
+    kl = torch.zeros(len(table), dtype=torch.float64) if algorithm.reference == "reward" else None
+    advantages = algorithm.advantages(table.scores(weights, kl))
     has_gradient = (advantages.trained & (advantages.advantages != 0)).numpy()
     return np.setdiff1d(table.group_id, table.group_id[has_gradient])
 

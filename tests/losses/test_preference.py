@@ -41,6 +41,7 @@ def pairs(rewards, ids, index, pairing="best_worst", min_margin=0.0, ties="skip"
         ([NAN, NAN], {}, []),
         ([1.0, 0.5], {"min_margin": 0.5}, []),  # more than the margin
         ([1.0, 0.25], {"min_margin": 0.5}, [(0, 1)]),
+        ([1.1, 1.0], {"min_margin": 0.1}, []),  # which rounding makes 0.10000000000000009
         # ranked 1, 3, 0, 4, 2: the middle one has no partner
         ([0.5, 0.9, 0.1, 0.8, 0.4], {"pairing": "outside_in"}, [(1, 2), (3, 4)]),
         ([0.5, 0.9, 0.1, 0.5], {"pairing": "outside_in"}, [(1, 2)]),  # the inner pair is a tie

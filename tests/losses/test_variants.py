@@ -229,6 +229,14 @@ def test_off_policy_rows_of_negative_advantage_are_dropped():
     assert stats["opsm/dropped_frac"].value == pytest.approx(1 / 3)
 
 
+def test_top_entropy_of_a_whole_completion_weighs_it_by_the_kept_share():
+    """All of its tokens are in the ratio: the notice of such recipes says so."""
+    x = moved([1.0] * 4, 1.0, kept=torch.tensor([[True, False, False, True]]))
+    loss, gradient, _ = value_and_gradient(loss_with(Clip(0.2, 0.28, None, "sequence")), x)
+    close(loss, tensor(-0.5))
+    close(gradient, tensor([[-0.125] * 4]))
+
+
 def test_top_entropy():
     # the .6 quantile of five values lies at rank 2.4 of [.1, .2, .4, .6, .9]: .4 + .4 * .2 = .48
     entropy = tensor([[0.1, 0.9, 0.4, 0.2, 0.6, NAN]])

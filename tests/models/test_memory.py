@@ -271,6 +271,7 @@ def test_each_phase_by_hand() -> None:
     assert found["optimizer"] == {**BASE, "gradients": 4000, **ENGINE, **LAST}
     assert found["sync"] == {**BASE, **ENGINE, "tensor to load": 600, **LAST}
     assert {part for parts in found.values() for part in parts} <= set(memory.HOW)
+    assert memory.HOW["chunk of logits"] == "2 x 4 bytes x 67,108,864 logits, or fewer if there are fewer tokens"
 
 
 # name -> (changes of the plan, phase, parts in it; None: a part that is not there)

@@ -142,3 +142,25 @@ def test_the_examples_of_the_page_of_sinks_are_valid(recipe_file: Path) -> None:
         recipe_file.write_text(f"{conftest.RECIPE}{block}")
         kinds |= {sink.kind for sink in load_recipe(recipe_file).recipe.sinks}
     assert len(blocks) == 5 and kinds == {"trackio", "wandb", "tensorboard", "mlflow"}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "wrong"),
+    [
+        ("kind: rloo, beta: 0.1, correction: {mode: none}", "trainer.kl k1_in_reward"),
+        ("off_policy_max: 0.5, correction: {mode: none}", "trainer.off_policy_max"),
+        ("kind: online_dpo, correction: {geometric: {}}", "trainer.correction"),
+        ("kind: rloo, beta: 0.1, kl: k3_is, correction: {mode: none}", None),
+        ("kind: online_dpo", None),
+    ],
+)
+def test_log_probs_of_a_regular_expression_are_compared_with_no_others(
+    recipe_file: Path, trainer: str, wrong: str | None
+) -> None:
+    """They are of fewer ids: a KL to them is above 0 for the policy itself, and their gap to the policy's is not staleness."""
+    overrides = ["engine.structured_regex='[0-9]+'", f"trainer={{{trainer}}}"]
+    if wrong is None:
+        assert load_recipe(recipe_file, overrides).recipe.structured_regex == "[0-9]+"
+    else:
+        (found,) = problems(recipe_file, *overrides)
+        assert f"the engine's log-probs are not the policy's, so {wrong} would be wrong" in found

@@ -175,7 +175,7 @@ def test_overrides(recipe_file: Path, proof: Proof) -> None:
         ("engine.max_model_len=75", "set engine.max_model_len to 76 or more"),
         ("engine={kv_cache_gib: 1, gpu_memory_utilization: 0.5}", "has no effect beside engine.kv_cache_gib"),
         ("engine={extra: {logprobs_mode: raw_logprobs}}", "engine.extra.logprobs_mode is set by rlgen"),
-        ("engine.structured_regex='[0-9]+'", "set trainer.correction.mode to none"),
+        ("engine.structured_regex='[0-9]+'", "set trainer.correction to {mode: none}"),
         ("engine={extra: {max-logprobs: 3}}", "engine.extra.max-logprobs is set by rlgen"),
         ("engine={extra: {Block: 3}}", "engine.extra.Block is not an argument of vLLM"),
         ("engine={kind: server, launch: true, url: 'http://a:1'}", "engine.launch is true: rlgen would start another"),
@@ -291,6 +291,29 @@ def test_streaming_in_one_process_is_noted(recipe_file: Path) -> None:
     for engine, noted in (("{kind: colocated}", True), ("{kind: server, launch: true}", False)):
         loaded = load_recipe(recipe_file, [f"engine={engine}", "rollout.stream=true"])
         assert any(note.startswith(said) for note in loaded.notices) == noted
+
+
+@pytest.mark.parametrize("trainer", ["loss: gspo", "loss: luspo", "kind: rloo, ratio: sequence", "loss: gspo_token"])
+def test_what_weighs_a_whole_completion_is_noted(recipe_file: Path, trainer: str) -> None:
+    said = "has one ratio for a completion; trainer."
+
+    def noted(rest: str) -> list[str]:
+        found = load_recipe(recipe_file, [f"trainer={{{trainer}, updates_per_rollout: 2, {rest}}}"]).notices
+        return [note.partition(said)[2].split()[0] for note in found if said in note]
+
+    whole = "gspo_token" not in trainer
+    assert noted("correction: {mode: none}") == []
+    assert noted("correction: {mode: sequence_mask}, top_entropy: 0.5") == ["top_entropy"] * whole
+    if "rloo" not in trainer:  # it refuses weights of tokens
+        assert noted("correction: {mode: icepop}") == noted("clip_low: 1.0e-4") == ["correction.mode"] * whole
+
+
+def test_a_ratio_of_completions_has_an_effect_where_some_tokens_are_kept(recipe_file: Path) -> None:
+    """In a single update, too: it decides whether only those tokens or all of the completion are learned from."""
+    ratio = "kind: rloo, ratio: sequence, correction: {mode: none}"
+    assert load_recipe(recipe_file, [f"trainer={{{ratio}, top_entropy: 0.5}}"]).recipe.trainer.of_rows == "ratio sequence"
+    (found,) = problems(recipe_file, f"trainer={{{ratio}}}")
+    assert "trainer.ratio has no effect when trainer.updates_per_rollout is 1" in found
 
 
 def test_recipes_with_servers(recipe_file: Path, tmp_path: Path) -> None:

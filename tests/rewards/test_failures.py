@@ -46,6 +46,13 @@ def test_a_group_that_fails_has_no_sum_and_leaves_the_others(scorer, proof, sour
     proof("f failed on both samples of a group: no reward, also where g applies; the other group is kept")
 
 
+def test_a_failure_of_a_reward_that_is_only_measured_costs_no_sum(scorer):
+    build = scorer(SOME_FAIL + "def g(completion): return 5.0\n", {**SKIPS, "weight": 0.0}, "g")
+    (scored,) = build.score([group("x", "a")], 1)
+    assert totals([scored]) == [[5.0, 5.0]]
+    assert [sample.rewards["f"] for sample in scored.samples] == [None, 1.0] and "f" in scored.samples[0].reward_errors
+
+
 @pytest.mark.fault(29)
 def test_the_first_failure_ends_the_run_unless_the_recipe_says_otherwise(scorer, tmp_path, proof):
     build = scorer(SOME_FAIL, failures=tmp_path / "failed_rewards")

@@ -17,6 +17,9 @@ from rlgen.rewards.score import weighted_sums
         ([{"a": 1.0, "b": None}, {"a": 3.0, "b": None}], {"a": 2.0, "b": 1.0}, [2.0, 6.0]),
         ([{"a": 1.0, "b": 1.0}, {"a": 2.0, "b": None}, {"a": 3.0, "b": 0.0}], {"a": 1.0, "b": 1.0}, [2.0, None, 3.0]),
         ([{"a": None}, {"a": None}], {"a": 1.0}, [None, None]),
+        # One of weight 0 is only measured: it decides neither which samples have a sum nor, alone, that there is one.
+        ([{"a": 1.0, "b": None}, {"a": 3.0, "b": 9.0}], {"a": 1.0, "b": 0.0}, [1.0, 3.0]),
+        ([{"a": None, "b": 5.0}, {"a": None, "b": 7.0}], {"a": 1.0, "b": 0.0}, [None, None]),
     ],
 )
 def test_the_sum_is_weighted_and_there_is_none_where_no_reward_applies(proof, table, weights, sums):

@@ -24,7 +24,8 @@ from rlgen.run.health import Health, rules_of
 WELL = {
     **{"reward/mean": 0.5, "reward/std": 0.4, "reward/exact_match/failed": 0, "groups/zero_std": 0.2, "updates/done": 2},
     **{"entropy": 1.0, "kl/ref_k3": 0.1, "grad_norm": 1.0, "clip/region": 0.1, "completions/truncated": 0.1},
-    **{"completions/mean_tokens": 40.0, "sampler/delta_mean": 0.01, "sampler/kl": 0.001, "is/ess_raw": 0.9},
+    **{"completions/mean_tokens": 40.0, "tokens/generated": 64 * 40},
+    **{"sampler/delta_mean": 0.01, "sampler/kl": 0.001, "is/ess_raw": 0.9},
 }
 # By rule: what breaks it, and what is as close to that as can be without breaking it.
 EDGES: dict[str, tuple[str, float, float]] = {
@@ -84,6 +85,17 @@ def test_rewards_that_do_not_differ_in_most_steps(proof: Proof) -> None:
     assert "rewards 0, 0, 0: at or below 0 in 7 of 10 steps, up to step 11 (health.reward_std)" in checkup.broken[0]
     assert fired(health, [differ] * 6) == [("reward_std",)] * 4 + [()] * 2
     proof("rewards were equal in 6 of 10 steps, which broke health.reward_std; 5 of 10 never did")
+
+
+def test_the_samples_of_a_step_are_counted_whatever_their_number() -> None:
+    """Groups without signal were resampled, or stale samples dropped."""
+    for samples in (192, 24):
+        of_step = {"tokens/generated": samples * 40}
+        health = Health(rules_of(recipe()))
+        assert fired(health, [of_step | {"reward/unscored": samples - 1}, of_step | {"reward/unscored": samples}]) == [
+            (),
+            ("unscored",),
+        ]
 
 
 @pytest.mark.parametrize("mode", ["none", "token_truncate", "token_mask", "sequence_truncate"])
@@ -158,6 +170,8 @@ def test_rules_that_cannot_apply_are_left_out_and_refused(recipe_file: Path) -> 
     assert "clipped" not in names and {"reward", "grad_norm", "no_update", "entropy", "ref_kl", "ess"} <= names
     names = {rule.name for rule in rules_of(recipe(trainer={"kind": "grpo"}))}
     assert not {"ref_kl", "clipped"} & names and {"entropy", "ess"} <= names
+    names = {rule.name for rule in rules_of(recipe(trainer={"kind": "own", "use": "mine.py:Mine"}))}
+    assert {"ref_kl", "clipped"} <= names, "its loss may clip ratios to the engine, and have a reference of its own"
     ahead = {"engine": {"kind": "server", "launch": True}, "rollout": {"max_completion_tokens": 100, "async_steps": 1}}
     names = {rule.name for rule in rules_of(recipe(**ahead))}
     assert not {"sampler_delta", "sampler_kl"} & names and "ess" in names, "what earlier weights sampled differs, and is no fault"

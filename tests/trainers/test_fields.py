@@ -4,6 +4,7 @@ Generated from the models: a field without an alternative here fails, and so doe
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any, get_args
 
@@ -14,7 +15,7 @@ from helpers.samples import make_sample
 from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
-from rlgen.algorithms.base import Scores
+from rlgen.algorithms.base import Advantages, Scores
 from rlgen.algorithms.registry import build_algorithm
 from rlgen.losses.correction import importance_weight
 from rlgen.losses.inputs import LossInputs, Totals
@@ -248,13 +249,32 @@ def test_an_inert_field_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_reward_that_is_only_watched_gives_a_group_no_signal() -> None:
     """Its weight is 0: where nothing else differs there is nothing to learn, and nothing to count."""
-    recipe = GRPORecipe(combine_rewards="normalize_then_sum", zero_variance="drop")
-    samples = [
-        make_sample(group_id=group, sample_index=index, rewards={"right": right, "watched": float(index)}, reward=right)
-        for group, rewards in enumerate([(1.0, 1.0), (0.0, 1.0)])
-        for index, right in enumerate(rewards)
-    ]
-    table = RowTable.gather(Samples.of(samples), Processes.alone())
-    advantages = build_algorithm(recipe).advantages(table.scores({"right": 1.0, "watched": 0.0}))
+    advantages = of_watched([(1.0, 1.0), (0.0, 1.0)], [[0.0, 1.0]] * 2)
     assert advantages.counted.tolist() == advantages.trained.tolist() == [False, False, True, True]
     assert advantages.advantages.sign().tolist() == [0.0, 0.0, -1.0, 1.0]
+
+
+def test_a_reward_that_is_only_watched_leaves_the_others_as_they_are() -> None:
+    """Where it fails, and where no other reward applies."""
+    right = [(0.0, 1.0), (0.0, 3.0), (None, None)]
+    alone, watched, failed = (of_watched(right, [values] * 3).advantages for values in ([None, None], [0.0, 1.0], [None, 1.0]))
+    assert alone.abs().tolist() == pytest.approx([math.sqrt(3) / 2] * 4 + [0.0, 0.0], abs=2e-4)
+    assert watched.tolist() == failed.tolist() == alone.tolist()
+
+
+def of_watched(right: list[tuple[float | None, ...]], watched: list[list[float | None]]) -> Advantages:
+    """Of `normalize_then_sum`, group by group, with a reward of weight 1 and one of weight 0, which fails where it is None."""
+    samples = [
+        make_sample(
+            group_id=group,
+            sample_index=index,
+            rewards={"right": value, "watched": seen},
+            reward=value,
+            reward_errors={} if seen is not None else {"watched": "error: f raised"},
+        )
+        for group, pairs in enumerate(zip(right, watched, strict=True))
+        for index, (value, seen) in enumerate(zip(*pairs, strict=True))
+    ]
+    table = RowTable.gather(Samples.of(samples), Processes.alone())
+    recipe = GRPORecipe(combine_rewards="normalize_then_sum", zero_variance="drop")
+    return build_algorithm(recipe).advantages(table.scores({"right": 1.0, "watched": 0.0}))
