@@ -49,8 +49,8 @@ class Largest:
     moments: torch.dtype | None  # None: that of the weights
 
     @classmethod
-    def of(cls, recipe: Recipe, processes: int, packed: bool) -> "Largest":
-        completion, sharing = recipe.rollout.max_completion_tokens, recipe.processes.sharing
+    def of(cls, recipe: Recipe, processes: int, packed: bool, sharing: int) -> "Largest":
+        completion = recipe.rollout.max_completion_tokens
         return cls(
             prompt=recipe.max_row_tokens - completion,
             completion=completion,

@@ -88,6 +88,12 @@ def test_too_little_memory_for_the_largest_batch_shows_before_step_1(
     proof(f"no memory in the {phase} pass of the largest batch: exit 3 before step 1")
 
 
+def test_a_recipe_for_several_processes_is_tried_in_one(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It shares out its rows with nobody: 300 tokens are the budget, not 600."""
+    run(recipe, "run.steps=1", ROOM[1], "processes={strategy: fsdp, context: 2}", "optim.packing=false", "run.probe_max=true")
+    assert "the largest micro-batches fit: 4 rows of 72 tokens, 5 rows of 60 tokens" in capsys.readouterr().out
+
+
 def test_it_is_a_flag_too(recipe: Path, rlgen: Run) -> None:
     done = rlgen("train", recipe, "--probe-max", "--dry-run", "--run-dir", recipe.parent / "dry")
     assert done.returncode == 0, done.stderr
