@@ -7,7 +7,7 @@ head under another name. vLLM reads checkpoints, so it receives what `save_pretr
 import copy
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -61,8 +61,13 @@ def base_digest(model: PreTrainedModel, gather: bool = True, reads: bool = True)
     With `gather`, that of whole tensors: sharded ones are gathered one by one, and all processes must call this together. One
     that does not read them only takes part, and returns no digest of them. Without `gather`, that of this process's shards.
     """
+    return digest_of(own_tensors(model), gather, reads)
+
+
+def digest_of(tensors: Mapping[str, Tensor], gather: bool, reads: bool = True) -> str:
+    """Returns the digest that `base_digest` returns, given `own_tensors`."""
     digest = hashlib.sha256()
-    for name, held in own_tensors(model).items():
+    for name, held in tensors.items():
         tensor = whole(held) if gather else part(held)
         if not reads:
             continue

@@ -280,10 +280,8 @@ def _processes(recipe: Recipe) -> Findings:
             yield Finding(path, what, f"{ddp}, or processes.count to 2 or more")
         yield from _divided(recipe, "shard", "weights", "")
         yield from _divided(recipe, "experts", "experts", "processes.shard model.lora")
-        yield from _divided(
-            recipe, "tensor", "layers", "processes.shard processes.experts processes.defer_sync model.lora model.compile"
-        )
-        yield from _divided(recipe, "context", "rows", "processes.experts processes.tensor model.compile")
+        yield from _divided(recipe, "tensor", "layers", "processes.shard processes.experts processes.defer_sync model.lora")
+        yield from _divided(recipe, "context", "rows", "processes.experts processes.tensor")
     if count is not None and count % size:
         what = f"engine.tensor_parallel_size {size} does not divide processes.count {count}"
         yield Finding("engine.tensor_parallel_size", what, f"set processes.count to {size}")

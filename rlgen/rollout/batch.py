@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import heapify, heappop, heappush
 
 import numpy as np
@@ -117,19 +118,10 @@ def dealt(
 ) -> list[list[list[int]]]:
     """Does what `deal` does, for processes that compute their passes alone."""
 
-    def cost(rows: Sequence[int], attention: float = attention) -> float:
-        if prompts is None:
-            longest = max((lengths[row] for row in rows), default=0)
-            return len(rows) * longest * (1 + attention * longest / 2)
-        of_prompt = {prompts.group[row]: int(prompts.tokens[row]) for row in rows}
-        own = [(lengths[row] - int(prompts.tokens[row]), int(prompts.tokens[row])) for row in rows]
-        once = sum(tokens * (1 + attention * tokens / 2) for tokens in of_prompt.values())
-        return once + sum(tokens * (1 + attention * (prompt + tokens / 2)) for tokens, prompt in own)
-
     if world == 1:
         return [plan(units, lengths, budget, prompts)]
 
-    size = len(units[0])
+    size, cost = len(units[0]), partial(cost_of, lengths=lengths, prompts=prompts, attention=attention)
 
     def passes(hands: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]]:
         most = max(len(plan(hand, lengths, budget, prompts)) for hand in hands)
@@ -152,6 +144,17 @@ def dealt(
         if sum(map(max, zip(*costs, strict=True))) <= IN_ORDER * sum(map(sum, costs)) / world:
             return found
     return passes(balanced(units, world, cost, prompts))
+
+
+def cost_of(rows: Sequence[int], lengths: Sequence[int], prompts: Prompts | None, attention: float) -> float:
+    """Returns what a micro-batch costs, in costs of a token without attention; the arguments are those of `deal`."""
+    if prompts is None:
+        longest = max((lengths[row] for row in rows), default=0)
+        return len(rows) * longest * (1 + attention * longest / 2)
+    of_prompt = {prompts.group[row]: int(prompts.tokens[row]) for row in rows}
+    own = [(lengths[row] - int(prompts.tokens[row]), int(prompts.tokens[row])) for row in rows]
+    once = sum(tokens * (1 + attention * tokens / 2) for tokens in of_prompt.values())
+    return once + sum(tokens * (1 + attention * (prompt + tokens / 2)) for tokens, prompt in own)
 
 
 def where_held(

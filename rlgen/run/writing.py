@@ -27,7 +27,7 @@ from rlgen.errors import CheckpointError, DivergedError, Fault, SentinelError
 from rlgen.files import appears, flush_to_disk, read_json, write_json, written
 from rlgen.models.load import WEIGHT_SHARDS
 from rlgen.models.lora import is_adapted, save_adapter
-from rlgen.models.weights import base_digest, non_finite
+from rlgen.models.weights import digest_of, non_finite, own_tensors
 from rlgen.processes import Processes
 from rlgen.run.clock import PhaseClock
 from rlgen.run.manifest import File, hashed, seal
@@ -51,10 +51,13 @@ class Writer:
 
     `schedule` and `draws` are copies of what the loop goes on to change. The thread replaces `weights` and `moments` by copies
     while the loop samples. The next step of `optimizer` waits until it has.
+
+    The thread asks the model for no tensor: while the loop computes, modules have whole or rounded weights in the place of their
+    own, and FSDP2 takes the whole ones away from them when it is asked for a `state_dict`.
     """
 
     checkpoints: "Checkpoints"
-    model: PreTrainedModel  # read for tensor names and the frozen base of an adapter only, never for trained values
+    model: PreTrainedModel  # read for its configuration only
     at: Position
     schedule: Mapping[str, Any]
     draws: list[dict[str, Tensor]] = field(default_factory=list)  # random states by rank
@@ -64,6 +67,8 @@ class Writer:
     taken: float = field(default_factory=time.time)  # when the snapshot was taken
     weights: dict[str, Tensor] = field(init=False)  # unsharded, in the main process; or its shards, in each
     moments: dict[str, Tensor] = field(init=False)  # the same
+    frozen: dict[str, Tensor] = field(init=False)  # the base under an adapter
+    facts: dict[str, Any] = field(init=False)  # about the model
     adapted: bool = field(init=False)  # the weights are those of an adapter
     sharded: bool = field(init=False)  # each process writes shards of the weights and of the optimizer's state
     error: BaseException | None = None
@@ -79,6 +84,8 @@ class Writer:
         self.weights = written_here(trained_tensors(self.model), self.processes.is_main)
         self.moments = written_here(optimizer_tensors(self.model, optimizer), self.processes.is_main)
         self.adapted = is_adapted(self.model)
+        self.frozen = own_tensors(self.model) if self.adapted else {}
+        self.facts = model_facts(self.model)
         self.sharded = not self.adapted and any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
 
     def start(self) -> None:
@@ -194,7 +201,7 @@ class Writer:
             raise DivergedError(f"{name} has values that are not finite; nothing was saved, and the last checkpoint is intact")
         if not self.adapted:
             return ""
-        now, held = base_digest(self.model, gather=False), self.checkpoints.held or self.checkpoints.base
+        now, held = digest_of(self.frozen, gather=False), self.checkpoints.held or self.checkpoints.base
         if held is not None and now != held:
             raise SentinelError(
                 Fault.BASE_CHANGED,
@@ -258,7 +265,7 @@ class Writer:
                 "rlgen": rlgen.__version__,
                 "trainer": self.checkpoints.trainer,
                 "processes": self.processes.world,
-                "model": model_facts(self.model),
+                "model": self.facts,
             }
             seal(self.aside, facts, known=shards)
             self._goes_on()

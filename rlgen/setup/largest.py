@@ -49,8 +49,8 @@ class Largest:
     moments: torch.dtype | None  # None: that of the weights
 
     @classmethod
-    def of(cls, recipe: Recipe, processes: int, packed: bool) -> "Largest":
-        completion, sharing = recipe.rollout.max_completion_tokens, recipe.processes.sharing
+    def of(cls, recipe: Recipe, processes: int, packed: bool, sharing: int) -> "Largest":
+        completion = recipe.rollout.max_completion_tokens
         return cls(
             prompt=recipe.max_row_tokens - completion,
             completion=completion,
@@ -116,8 +116,12 @@ def try_largest(most: Largest, update: Updater, processes: Processes) -> str:
 
 
 def made_up(most: Largest, batch: Shape, processes: Processes) -> TrainBatch:
-    """Returns a train batch of made-up rows. The ranks that compute a pass together have one of the shape of `batch`."""
+    """Returns a train batch of made-up rows. The ranks that compute a pass together have one of the shape of `batch`.
+
+    They share no prompt with other ranks, which would then compute it once more than the shape has it.
+    """
     size, (group, rank) = most.group_size, divmod(processes.rank, most.sharing)
+    first = group * -(-batch.rows // size)
     row = Sample(
         group_id=0,
         sample_index=0,
@@ -131,8 +135,8 @@ def made_up(most: Largest, batch: Shape, processes: Processes) -> TrainBatch:
         rewards={},
         reward=None,
     )
-    rows = range(group * batch.rows, (group + 1) * batch.rows)[rank :: most.sharing]
-    held = Samples.of([replace(row, group_id=place // size, sample_index=place % size) for place in rows])
+    rows = range(batch.rows)[rank :: most.sharing]
+    held = Samples.of([replace(row, group_id=first + place // size, sample_index=place % size) for place in rows])
     table = RowTable.gather(held, processes)
     place = torch.arange(len(table))
     everyone = torch.ones(len(table), dtype=torch.bool)

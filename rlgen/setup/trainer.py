@@ -157,13 +157,13 @@ def build_scorer(data: Data, directory: RunDirectory, rank: int) -> Scorer:
 
 def try_memory(both: TrainerAndEngine) -> str:
     """Tries the largest micro-batches while the engine sleeps, as in a step, and returns a message with what was tried."""
-    sleeps = both.engine.abilities.sleeps
+    sleeps, policy = both.engine.abilities.sleeps, both.state.policy
     if sleeps:
         both.processes.run_all(both.engine.sleep, has_collectives=both.engine_share.shared)
-    most = Largest.of(both.data.recipe, both.processes.world, both.state.policy.packed)
+    most = Largest.of(both.data.recipe, both.processes.world, policy.packed, policy.sharing)
     tried = try_largest(most, build_updater(both.state, both.sampling, both.processes, None), both.processes)
     if sleeps:
-        send_weights(both.engine, both.state.policy.model, both.position.step, both.processes)
+        send_weights(both.engine, policy.model, both.position.step, both.processes)
     return tried
 
 

@@ -103,7 +103,7 @@ def test_the_largest_batch_is_tried_beside_what_will_be_there(
         attempt=lambda batch: alive.append(sum(one() is not None for one, _ in kept)),
         sharded=False,
     )
-    most = Largest.of(recipe_for("tiny:qwen3", optim=optim), 1, False)
+    most = Largest.of(recipe_for("tiny:qwen3", optim=optim), 1, packed=False, sharing=1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     try_largest(most, updater, Processes.alone())
     assert [size for _, size in kept[: len(made)]] == made and alive[0] == beside

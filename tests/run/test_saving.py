@@ -18,11 +18,15 @@ from test_signals import left, train
 
 from rlgen.errors import CheckpointError
 from rlgen.files import read_json
+from rlgen.models.half import replaced
+from rlgen.models.weights import base_digest
 from rlgen.processes import Processes
+from rlgen.recipe.models import LoraRecipe
 from rlgen.run import writing
 from rlgen.run.checkpoint import Checkpoints, load_checkpoint
-from rlgen.run.manifest import check_files
+from rlgen.run.manifest import check_files, read_manifest
 from rlgen.run.signals import StopRequest
+from rlgen.run.state import model_facts
 from rlgen.trainers.collect import Collector
 
 EVERY = "checkpoint={every: 1, keep: 2}"
@@ -69,6 +73,26 @@ def test_an_update_waits_until_the_save_before_it_has_copied(tmp_path: Path, mon
     assert equal(state(*again), first) and not equal(state(*mine), first)
     go.clear()
     learn(*mine)  # waits for nothing: no save is going on
+
+
+@pytest.mark.parametrize("lora", [None, LoraRecipe(rank=4, alpha=8)])
+def test_a_save_beside_a_pass_writes_what_the_model_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: LoraRecipe | None
+) -> None:
+    """In a pass modules have other tensors in the place of their weights: FSDP2's whole ones, or rounded ones."""
+    mine, go = parts(lora=lora), threading.Event()
+    model, facts = mine[0], model_facts(mine[0])
+    places = [(module, name) for module in model.modules() for name in module._parameters]
+    asked = list[str]()
+    before(writing, "copied", lambda *_: go.wait(HANGS), monkeypatch.setattr)
+    checkpoints = Checkpoints(tmp_path, 2, Processes.alone(), base_digest(model) if lora else None)
+    path = checkpoints.save(position(1), *mine)
+    model.register_state_dict_pre_hook(lambda *_: asked.append("FSDP2 would take the weights of the pass away"))
+    with replaced(places, lambda _, weight: weight.detach().bfloat16()):
+        go.set()
+        assert checkpoints.complete(wait=True)
+    assert read_manifest(path).model == facts and not asked
+    load_checkpoint(path, *parts(lora=lora))
 
 
 def test_an_interrupt_before_the_thread_begins_leaves_nothing_to_wait_for(
