@@ -61,10 +61,10 @@ def base_digest(model: PreTrainedModel, gather: bool = True, reads: bool = True)
     With `gather`, that of whole tensors: sharded ones are gathered one by one, and all processes must call this together. One
     that does not read them only takes part, and returns no digest of them. Without `gather`, that of this process's shards.
     """
-    return digest_of(own_tensors(model), gather, reads)
+    return tensors_digest(own_tensors(model), gather, reads)
 
 
-def digest_of(tensors: Mapping[str, Tensor], gather: bool, reads: bool = True) -> str:
+def tensors_digest(tensors: Mapping[str, Tensor], gather: bool, reads: bool = True) -> str:
     """Returns the digest that `base_digest` returns, given `own_tensors`."""
     digest = hashlib.sha256()
     for name, held in tensors.items():

@@ -27,7 +27,7 @@ from rlgen.errors import CheckpointError, DivergedError, Fault, SentinelError
 from rlgen.files import appears, flush_to_disk, read_json, write_json, written
 from rlgen.models.load import WEIGHT_SHARDS
 from rlgen.models.lora import is_adapted, save_adapter
-from rlgen.models.weights import digest_of, non_finite, own_tensors
+from rlgen.models.weights import tensors_digest, non_finite, own_tensors
 from rlgen.processes import Processes
 from rlgen.run.clock import PhaseClock
 from rlgen.run.manifest import File, hashed, seal
@@ -201,7 +201,7 @@ class Writer:
             raise DivergedError(f"{name} has values that are not finite; nothing was saved, and the last checkpoint is intact")
         if not self.adapted:
             return ""
-        now, held = digest_of(self.frozen, gather=False), self.checkpoints.held or self.checkpoints.base
+        now, held = tensors_digest(self.frozen, gather=False), self.checkpoints.held or self.checkpoints.base
         if held is not None and now != held:
             raise SentinelError(
                 Fault.BASE_CHANGED,
