@@ -51,6 +51,7 @@ def measured(model: str, rounds: int) -> dict[int, list[float]]:
             servers=both.servers[:1],
             processes={},
             shape=model_shape(load_config(location, None)),
+            row_tokens=0,
             abilities=EngineCapabilities(),
             restarts=0,
             carrier=FileTransfer(None),

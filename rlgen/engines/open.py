@@ -107,6 +107,7 @@ def open_servers(
             servers=pool,
             processes=processes,
             shape=model_shape(load_config(location, needs.model.revision)),
+            row_tokens=needs.row_tokens,
             abilities=EngineCapabilities(
                 elsewhere=True,
                 in_flight=needs.in_flight,

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +143,7 @@ def said() -> list[str]:
 
 def pool_on(fleet: Sequence[StandIn], said: list[str], timeout: float = HANGS, **more: Any) -> ServerPool:
     servers = [one.server(timeout) for one in fleet]
-    settings = {"servers": servers, "processes": {}, "shape": {}, "abilities": EngineCapabilities()}
+    settings = {"servers": servers, "processes": {}, "shape": {}, "row_tokens": 640, "abilities": EngineCapabilities()}
     others = {"restarts": 1000, "carrier": FileTransfer(None), "say": said.append, "patience": HANGS}
     return ServerPool(**settings | others | more)
 
@@ -351,6 +351,15 @@ def test_a_name_has_all_of_its_addresses(monkeypatch: pytest.MonkeyPatch) -> Non
     told = [(0, 0, 0, "", ("10.0.0.2", 8000)), (0, 0, 0, "", ("10.0.0.1", 8000)), (0, 0, 0, "", ("::5", 8000, 0, 0))]
     monkeypatch.setattr("socket.getaddrinfo", lambda host, port, type: told if (host, port) == ("vllm", 8000) else None)
     assert addresses(settings_of("dns://vllm:8000")) == ["http://10.0.0.1:8000", "http://10.0.0.2:8000", "http://[::5]:8000"]
+
+
+@pytest.mark.parametrize("most", [639, 640, None])
+def test_a_server_whose_rows_are_too_short_is_refused(monkeypatch: pytest.MonkeyPatch, most: int | None) -> None:
+    """vLLM ends a completion at its `max_model_len`, as if it had the length that was asked for."""
+    monkeypatch.setattr(ServerPool, "_examined", staticmethod(lambda server, shape: engine_info(max_model_len=most)))
+    refused = pytest.raises(EngineError, match=r"http://a has rows of 639 tokens at most .* take up to 640")
+    with refused if most == 639 else nullcontext(), closing(FileTransfer(None)) as carrier:
+        pool_on([], [], servers=[Server("http://a", "token", HANGS)], carrier=carrier)
 
 
 def test_a_server_with_other_settings_is_left_out(fleet: list[StandIn], said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

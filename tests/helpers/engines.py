@@ -70,8 +70,8 @@ class FakeServer:
 def pool_of(monkeypatch: pytest.MonkeyPatch, servers: Sequence[Any], carrier: Any, **abilities: bool) -> ServerPool:
     """The pool of servers that are made up, which rlgen has not started."""
     monkeypatch.setattr(ServerPool, "_examined", staticmethod(lambda server, shape: engine_info(stop_ids=(1,))))
-    can = EngineCapabilities(**abilities)
-    return ServerPool(servers=servers, processes={}, shape={}, abilities=can, restarts=2, carrier=carrier, say=print)
+    settings: dict[str, Any] = {"processes": {}, "shape": {}, "row_tokens": 0, "restarts": 2, "say": print}
+    return ServerPool(servers=servers, abilities=EngineCapabilities(**abilities), carrier=carrier, **settings)
 
 
 @asynccontextmanager
