@@ -52,7 +52,7 @@ class Absent:
             if self._revive is not None:
                 self._revive()
             while not (self._stopped.is_set() or self.forgotten.wait(EVERY)):
-                if self.server.healthy():
+                if self.server.health() in (200, 401):  # that it refuses the token, it tells when it is to be adopted
                     self.ready.set()
                     return
 

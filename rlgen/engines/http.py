@@ -136,12 +136,12 @@ class Server:
             self.checked(ROUTE, status, body)
         self.arrays = status == 405
 
-    def healthy(self) -> bool:
-        """Does as `is_healthy`, in an event loop and a session of its own."""
+    def health(self) -> int:
+        """Returns the status of its health check, in an event loop of its own; 0: no answer within PROBE_SECONDS."""
         try:
-            return self._reply("GET", "/health", None, PROBE_SECONDS)[0] == 200
+            return self._reply("GET", "/health", None, PROBE_SECONDS)[0]
         except ServerLost:
-            return False
+            return 0
 
     async def is_healthy(self, session: aiohttp.ClientSession) -> bool:
         """Returns whether the server passes its health check within PROBE_SECONDS."""

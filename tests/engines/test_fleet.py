@@ -24,8 +24,8 @@ from helpers.waiting import HANGS, until
 from stand_in_server import completion
 
 from rlgen.engines.base import EngineCapabilities
-from rlgen.engines.fleet import ServerPool
-from rlgen.engines.found import addresses
+from rlgen.engines.fleet import Absent, ServerPool
+from rlgen.engines.found import addresses, first_found
 from rlgen.engines.http import Server
 from rlgen.engines.launch import claim
 from rlgen.engines.server import ServerEngine
@@ -345,6 +345,53 @@ def test_servers_join_and_leave_by_a_file(fleet: list[StandIn], said: list[str],
         file.unlink()
         engine.sync([], 5)  # it may be written at this moment
         right(engine.generate(requests(5), SAMPLING), 5, 5)
+
+
+class Told(Server):
+    """A server with this status of its health check."""
+
+    status = 200
+
+    def health(self) -> int:
+        return self.status
+
+    def _reply(self, *asked: Any) -> tuple[int, bytes]:
+        return self.status, b""
+
+
+def test_a_file_that_names_no_servers_or_only_such_as_refuse_the_token_is_an_error_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "my servers.txt"  # written as %20 in an address
+    settings = settings_of(file.as_uri())
+
+    def found(text: str, status: int = 200) -> list[str]:
+        file.write_text(text)
+        servers = [Told(url, "token", HANGS) for url in addresses(settings)]
+        for number, server in enumerate(servers):
+            server.status = 0 if number else status  # only the first of them answers
+        return [server.url for server in first_found(lambda: list(servers), "FILE", 0.0)]
+
+    assert found("http://a:1/\nhttp://b:1\nhttp://a:1\n") == ["http://a:1"]
+    assert addresses(settings) == ["http://a:1", "http://b:1"]
+    for text, status, words in (
+        ("http://a:1\na:2", 200, r"FILE has 'a:2'; write the address of a server like http://"),
+        ("http://a:1\nhttp://b:1", 401, r"http://a:1 refuses rlgen's token; set the variable that engine\.token_env names"),
+        ("http://a:1\nhttp://b:1", 503, r"no server of FILE answered within 0 s \(processes\.timeout\)"),
+    ):
+        with pytest.raises(EngineError, match=words):
+            found(text, status)
+
+
+def test_a_server_that_comes_back_with_another_token_is_left_out_and_said(fleet: list[StandIn], said: list[str]) -> None:
+    with engine_on(fleet[:2], said) as engine:
+        pool = engine._keeper
+        back = Told(fleet[1].url, "token", HANGS)
+        back.status = 401
+        pool.servers = pool.servers[:1]
+        pool._absent[back.url] = Absent(back, pool._stopped)
+        until(pool._absent[back.url].ready.is_set)
+        engine.sync([], 2)
+        assert f"{back.url} refuses rlgen's token" in said[-1] and said[-1].endswith("It is left out")
+        assert len(pool.servers) == 1
 
 
 def test_a_name_has_all_of_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,8 +56,8 @@ class FakeServer:
     def reset_cache(self) -> None:
         self.note("reset_cache")
 
-    def healthy(self) -> bool:
-        return False
+    def health(self) -> int:
+        return 0
 
     def label(self) -> str:
         return self.labels[-1]
