@@ -57,10 +57,10 @@ class Server:
         self._token = token
         self._soon = min(ANSWER_SECONDS, timeout)
 
-    def like(self, url: str) -> "Server":
-        """Returns another server of the same kind, at `url`."""
+    def like(self, url: str, arrays: bool) -> "Server":
+        """Returns a server of the same run, at `url`."""
         other = Server(url, self._token, self.timeout, self.again)
-        other.arrays = self.arrays
+        other.arrays = arrays
         return other
 
     def session(self) -> aiohttp.ClientSession:

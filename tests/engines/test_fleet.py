@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from helpers.before import before
@@ -22,13 +23,15 @@ from helpers.samples import request
 from helpers.torchrun import ENVIRONMENT, launch, well
 from helpers.waiting import HANGS, until
 from stand_in_server import completion
+from torch.distributed import HashStore
 
 from rlgen.engines.base import EngineCapabilities
-from rlgen.engines.fleet import Absent, ServerPool
+from rlgen.engines.fleet import Absent, SentWeights, ServerPool
 from rlgen.engines.found import addresses, first_found
 from rlgen.engines.http import Server
 from rlgen.engines.launch import claim
 from rlgen.engines.server import ServerEngine
+from rlgen.engines.shared_fleet import SharedServerPool
 from rlgen.engines.transfer import FileTransfer
 from rlgen.errors import EngineError, ServerLost
 from rlgen.files import read_json
@@ -240,6 +243,22 @@ def test_two_processes_lose_a_server_together(tmp_path: Path) -> None:
     main, other = read_json(tmp_path / "found.json")
     assert main["counts"] == other["counts"] == [3, 2, 3]
     assert "2 other servers answer its requests" in main["said"][0] and "takes part from now on" in main["said"][1]
+
+
+def test_a_process_asks_each_server_on_the_route_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after the main process has told it which servers are left: one of rlgen, and another one, which answers in JSON."""
+    monkeypatch.setattr(Server, "look", lambda server: None)
+    servers = [Server(url, "token", HANGS) for url in ("http://a", "http://b")]
+    servers[1].arrays = True
+    store, pool = HashStore(), SimpleNamespace(servers=servers, brought_back={"http://b": 1})
+    opened = (servers, engine_info(), SentWeights(run="r", version=1, syncs=1), EngineCapabilities())
+    processes: Any = SimpleNamespace(rank=0, store=store, on_main=lambda *_, **__: opened, run_all=lambda call: call())
+    shared, its = (SharedServerPool(processes, cast(Any, None)) for _ in range(2))
+    its._pool = cast(Any, pool)
+    its._publish()
+    its._write("recovered/1", {})
+    shared.recover(ServerLost("http://b", "died"), {})
+    assert {server.url: server.arrays for server in shared.servers} == {"http://a": False, "http://b": True}
 
 
 def test_completions_of_a_prompt_go_to_one_server(fleet: list[StandIn], said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
