@@ -115,7 +115,8 @@ class ServerPool:
         if facts.max_model_len is not None and facts.max_model_len < self._row_tokens:  # vLLM would cut completions off there
             raise EngineError(
                 f"{server.url} has rows of {facts.max_model_len} tokens at most (max_model_len), but a prompt and its completion"
-                f" take up to {self._row_tokens}; start it with this recipe"
+                f" take up to {self._row_tokens}; start it with this recipe, or set engine.max_model_len to"
+                f" {facts.max_model_len} here"
             )
         if any(getattr(facts, name) != getattr(first, name) for name in ("settings", "stop_ids", "quantization")):
             raise EngineError(
