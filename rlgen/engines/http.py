@@ -153,7 +153,10 @@ class Server:
     def facts(self) -> tuple[EngineInfo, dict[str, Any]]:
         """Returns the description of the server's engine, and the shape of its model (see `model_shape`)."""
         told = self.rpc("rlgen_facts", self._soon)[0]
-        return msgspec.convert(told, EngineInfo), told["shape"]
+        try:
+            return msgspec.convert(told, EngineInfo), told["shape"]
+        except (msgspec.ValidationError, KeyError) as error:
+            raise EngineError(f"{self.url} has another version of rlgen than this run: {error}; install the same there") from error
 
     def load(self, folder: str, version: int, hashed: bool) -> SyncReport:
         """Makes every worker load the weights in `folder`. Raises WeightsKept if the files cannot be loaded."""

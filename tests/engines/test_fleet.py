@@ -428,6 +428,14 @@ def test_a_server_whose_rows_are_too_short_is_refused(monkeypatch: pytest.Monkey
         pool_on([], [], servers=[Server("http://a", "token", HANGS)], carrier=carrier)
 
 
+def test_a_server_of_another_version_of_rlgen_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = json.loads(FACTS)
+    for lacks in ("cache_block", "shape"):
+        monkeypatch.setattr(Server, "rpc", lambda *_, lacks=lacks: [{name: told[name] for name in told if name != lacks}])
+        with pytest.raises(EngineError, match=f"http://a has another version of rlgen than this run: .*{lacks}"):
+            Server("http://a", "token", HANGS).facts()
+
+
 def test_a_server_with_other_settings_is_left_out(fleet: list[StandIn], said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = ServerEngine(pool_on(fleet[:2], said))
     engine.sync([], 1)
