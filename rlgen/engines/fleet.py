@@ -118,7 +118,7 @@ class ServerPool:
                 f" take up to {self._row_tokens}; start it with this recipe, or set engine.max_model_len to"
                 f" {facts.max_model_len} here"
             )
-        if any(getattr(facts, name) != getattr(first, name) for name in ("settings", "stop_ids", "quantization")):
+        if any(getattr(facts, name) != getattr(first, name) for name in ("settings", "stop_ids", "quantization", "wider")):
             raise EngineError(
                 f"{server.url} and {self.servers[0].url} have different settings, {facts} and {first}; start both with the"
                 " same recipe"

@@ -156,7 +156,7 @@ class Server:
         try:
             return msgspec.convert(told, EngineInfo), told["shape"]
         except (msgspec.ValidationError, KeyError) as error:
-            raise EngineError(f"{self.url} has another version of rlgen than this run: {error}; install the same there") from error
+            raise EngineError(f"{self.url} has another version of rlgen than this run ({error}); install one on both") from error
 
     def load(self, folder: str, version: int, hashed: bool) -> SyncReport:
         """Makes every worker load the weights in `folder`. Raises WeightsKept if the files cannot be loaded."""

@@ -11,14 +11,14 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from helpers.before import before
-from helpers.engines import engine_info
+from helpers.engines import Told, engine_info
 from helpers.samples import request
 from helpers.torchrun import ENVIRONMENT, launch, well
 from helpers.waiting import HANGS, until
@@ -27,7 +27,7 @@ from torch.distributed import HashStore
 
 from rlgen.engines.base import EngineCapabilities
 from rlgen.engines.fleet import Absent, SentWeights, ServerPool
-from rlgen.engines.found import addresses, first_found
+from rlgen.engines.found import addresses
 from rlgen.engines.http import Server
 from rlgen.engines.launch import claim
 from rlgen.engines.server import ServerEngine
@@ -366,40 +366,6 @@ def test_servers_join_and_leave_by_a_file(fleet: list[StandIn], said: list[str],
         right(engine.generate(requests(5), SAMPLING), 5, 5)
 
 
-class Told(Server):
-    """A server with this status of its health check."""
-
-    status = 200
-
-    def health(self) -> int:
-        return self.status
-
-    def _reply(self, *asked: Any) -> tuple[int, bytes]:
-        return self.status, b""
-
-
-def test_a_file_that_names_no_servers_or_only_such_as_refuse_the_token_is_an_error_at_once(tmp_path: Path) -> None:
-    file = tmp_path / "my servers.txt"  # written as %20 in an address
-    settings = settings_of(file.as_uri())
-
-    def found(text: str, status: int = 200) -> list[str]:
-        file.write_text(text)
-        servers = [Told(url, "token", HANGS) for url in addresses(settings)]
-        for number, server in enumerate(servers):
-            server.status = 0 if number else status  # only the first of them answers
-        return [server.url for server in first_found(lambda: list(servers), "FILE", 0.0)]
-
-    assert found("http://a:1/\nhttp://b:1\nhttp://a:1\n") == ["http://a:1"]
-    assert addresses(settings) == ["http://a:1", "http://b:1"]
-    for text, status, words in (
-        ("http://a:1\na:2", 200, r"FILE has 'a:2'; write the address of a server like http://"),
-        ("http://a:1\nhttp://b:1", 401, r"http://a:1 refuses rlgen's token; set the variable that engine\.token_env names"),
-        ("http://a:1\nhttp://b:1", 503, r"no server of FILE answered within 0 s \(processes\.timeout\)"),
-    ):
-        with pytest.raises(EngineError, match=words):
-            found(text, status)
-
-
 def test_a_server_that_comes_back_with_another_token_is_left_out_and_said(fleet: list[StandIn], said: list[str]) -> None:
     with engine_on(fleet[:2], said) as engine:
         pool = engine._keeper
@@ -411,29 +377,6 @@ def test_a_server_that_comes_back_with_another_token_is_left_out_and_said(fleet:
         engine.sync([], 2)
         assert f"{back.url} refuses rlgen's token" in said[-1] and said[-1].endswith("It is left out")
         assert len(pool.servers) == 1
-
-
-def test_a_name_has_all_of_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = [(0, 0, 0, "", ("10.0.0.2", 8000)), (0, 0, 0, "", ("10.0.0.1", 8000)), (0, 0, 0, "", ("::5", 8000, 0, 0))]
-    monkeypatch.setattr("socket.getaddrinfo", lambda host, port, type: told if (host, port) == ("vllm", 8000) else None)
-    assert addresses(settings_of("dns://vllm:8000")) == ["http://10.0.0.1:8000", "http://10.0.0.2:8000", "http://[::5]:8000"]
-
-
-@pytest.mark.parametrize("most", [639, 640, None])
-def test_a_server_whose_rows_are_too_short_is_refused(monkeypatch: pytest.MonkeyPatch, most: int | None) -> None:
-    """vLLM ends a completion at its `max_model_len`, as if it had the length that was asked for."""
-    monkeypatch.setattr(ServerPool, "_examined", staticmethod(lambda server, shape: engine_info(max_model_len=most)))
-    refused = pytest.raises(EngineError, match=r"http://a has rows of 639 tokens at most .* take up to 640")
-    with refused if most == 639 else nullcontext(), closing(FileTransfer(None)) as carrier:
-        pool_on([], [], servers=[Server("http://a", "token", HANGS)], carrier=carrier)
-
-
-def test_a_server_of_another_version_of_rlgen_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = json.loads(FACTS)
-    for lacks in ("cache_block", "shape"):
-        monkeypatch.setattr(Server, "rpc", lambda *_, lacks=lacks: [{name: told[name] for name in told if name != lacks}])
-        with pytest.raises(EngineError, match=f"http://a has another version of rlgen than this run: .*{lacks}"):
-            Server("http://a", "token", HANGS).facts()
 
 
 def test_a_server_with_other_settings_is_left_out(fleet: list[StandIn], said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

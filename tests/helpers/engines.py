@@ -12,6 +12,7 @@ from aiohttp.typedefs import Handler
 
 from rlgen.engines.base import EngineCapabilities, EngineInfo, Settings
 from rlgen.engines.fleet import ServerPool
+from rlgen.engines.http import Server
 from rlgen.engines.launch import ServerPlan
 from rlgen.engines.plan import EnginePlan
 from rlgen.models.weights import own_tensors
@@ -65,6 +66,18 @@ class FakeServer:
     def set_label(self, label: str) -> None:
         self.labels.append(label)
         self.note("set_label", label.partition(".")[2])
+
+
+class Told(Server):
+    """A server with this status of its health check."""
+
+    status = 200
+
+    def health(self) -> int:
+        return self.status
+
+    def _reply(self, *asked: Any) -> tuple[int, bytes]:
+        return self.status, b""
 
 
 def pool_of(monkeypatch: pytest.MonkeyPatch, servers: Sequence[Any], carrier: Any, **abilities: bool) -> ServerPool:
