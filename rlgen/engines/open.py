@@ -16,7 +16,7 @@ from rlgen.engines import vllm_compat, vllm_weights
 from rlgen.engines.base import Engine, EngineCapabilities, model_shape
 from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.fleet import ServerPool
-from rlgen.engines.found import addresses, first_found, is_looked_up, listed_servers
+from rlgen.engines.found import first_found, is_looked_up, listed_servers
 from rlgen.engines.http import Server
 from rlgen.engines.launch import ServerPlan, ServerProcess, new_token, start_servers
 from rlgen.engines.nccl import NEEDS_GPU, Broadcast, own_address
@@ -31,6 +31,7 @@ from rlgen.models.vision import Vision, reads_images
 from rlgen.out_of_memory import GIB
 from rlgen.processes import Processes, cores
 from rlgen.recipe.engines import ColocatedEngineRecipe, EngineNeeds, ServerEngineRecipe, TransformersEngineRecipe
+from rlgen.recipe.rules import servers
 
 MIB = 1 << 20
 PATIENCE = 10.0  # timeout of nvidia-smi in seconds
@@ -132,7 +133,7 @@ def servers_token(settings: ServerEngineRecipe) -> str:
     """
     token = os.environ.get(settings.token_env)
     if token is None and settings.url is not None:
-        for url in addresses(settings):
+        for url in () if is_looked_up(settings) else servers(settings):
             Server(url, "", settings.timeout).look(needs_token=False)
         raise SetupError(
             f"engine.token_env: the environment variable {settings.token_env} is not set; set it to the token of the server at"

@@ -13,7 +13,8 @@ from rlgen.engines.base import EngineCapabilities
 from rlgen.engines.fleet import ServerPool
 from rlgen.engines.found import addresses, first_found
 from rlgen.engines.http import Server
-from rlgen.errors import EngineError
+from rlgen.engines.open import servers_token
+from rlgen.errors import EngineError, ServerLost, SetupError
 from rlgen.recipe.engines import ServerEngineRecipe
 
 
@@ -47,6 +48,16 @@ def test_a_file_that_names_no_servers_or_only_such_as_refuse_the_token_is_an_err
     ):
         with pytest.raises(EngineError, match=words):
             found(text, status)
+
+
+def test_without_a_token_it_is_that_which_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And not a server of those that may come and go."""
+    monkeypatch.delenv("RLGEN_SERVER_TOKEN", raising=False)
+    (tmp_path / "gone").write_text("http://127.0.0.1:9\n")
+    with pytest.raises(SetupError, match="the environment variable RLGEN_SERVER_TOKEN is not set"):
+        servers_token(settings_of(f"file://{tmp_path}"))
+    with pytest.raises(ServerLost, match="no server listens there"):
+        servers_token(settings_of("http://127.0.0.1:9"))
 
 
 def test_a_name_has_all_of_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
