@@ -186,6 +186,8 @@ class ServerPool:
             self._say(f"engine: {error}. It is left out")
             self._absent[server.url] = Absent(server, self._stopped) if isinstance(error, ServerLost) else None
             return
+        if isinstance(self._carrier, Broadcast):
+            self._carrier.close()  # it was restarted: it has left the group, whose servers may be the same as before
         with self._changing:
             self.servers = (*self.servers, server)
         self._say(f"engine: {server.url} takes part from now on, as one of {len(self.servers)} servers")
