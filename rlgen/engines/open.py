@@ -54,7 +54,7 @@ def build_engine(needs: EngineNeeds, location: str, processes: Processes, logs: 
             processes.run_all(lambda: require_free(processes.device, share, settings.kv_cache_gib))
         return ColocatedEngine(EnginePlan.of(needs, location), wait=processes.timeout if processes.world > 1 else None)
     if isinstance(settings, ServerEngineRecipe):
-        opened = partial(open_servers, needs, settings, location, logs, say, processes.timeout)
+        opened = partial(open_servers, needs, settings, location, logs, say)
         pool = SharedServerPool(processes, opened) if processes.world > 1 else opened()
         return ServerEngine(pool, 1 + needs.rollout.async_steps)
     if not isinstance(settings, TransformersEngineRecipe):
@@ -71,12 +71,9 @@ def build_engine(needs: EngineNeeds, location: str, processes: Processes, logs: 
 
 
 def open_servers(
-    needs: EngineNeeds, settings: ServerEngineRecipe, location: str, logs: Path, say: Callable[[str], None], patience: float
+    needs: EngineNeeds, settings: ServerEngineRecipe, location: str, logs: Path, say: Callable[[str], None]
 ) -> ServerPool:
     """Connects to the servers that `settings` name, or starts them.
-
-    Args:
-        patience: seconds to wait for a server when none of several is left, or none is found.
 
     Raises:
         SetupError: the token's variable is not set, there is no GPU for nccl, or several servers would use the same GPUs.
@@ -91,7 +88,7 @@ def open_servers(
             undo.callback(carrier.close)
         listed = partial(listed_servers, settings, token)
         looked_up = is_looked_up(settings)
-        pool = first_found(listed, str(settings.url), patience) if looked_up else listed()
+        pool = first_found(listed, str(settings.url), needs.patience) if looked_up else listed()
         processes: dict[str, ServerProcess] = {}
         if settings.launch:
             plans = server_plans(needs, location)
@@ -120,7 +117,7 @@ def open_servers(
             carrier=carrier,
             say=say,
             found=listed if looked_up else None,
-            patience=patience if looked_up or (len(pool) > 1 and not settings.launch) else 0.0,
+            patience=needs.patience if looked_up or (len(pool) > 1 and not settings.launch) else 0.0,
         )
         undo.pop_all()
     return opened

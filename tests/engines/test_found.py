@@ -1,5 +1,6 @@
 """Servers that are found, and servers that are refused."""
 
+import json
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -9,12 +10,16 @@ import pytest
 from helpers.engines import Told, engine_info
 from helpers.waiting import HANGS
 
+from rlgen.engines import open as engines_open
 from rlgen.engines.base import EngineCapabilities
 from rlgen.engines.fleet import ServerPool
 from rlgen.engines.found import addresses, first_found
 from rlgen.engines.http import Server
-from rlgen.engines.open import servers_token
+from rlgen.engines.open import build_engine, servers_token
 from rlgen.errors import EngineError, ServerLost, SetupError
+from rlgen.models.tiny import build_tiny
+from rlgen.processes import Processes
+from rlgen.recipe import load_recipe
 from rlgen.recipe.engines import ServerEngineRecipe
 
 
@@ -58,6 +63,28 @@ def test_without_a_token_it_is_that_which_is_missing(monkeypatch: pytest.MonkeyP
         servers_token(settings_of(f"file://{tmp_path}"))
     with pytest.raises(ServerLost, match="no server listens there"):
         servers_token(settings_of("http://127.0.0.1:9"))
+
+
+def test_a_run_of_one_process_waits_for_servers_too(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLGEN_SERVER_TOKEN", "token")
+    engine = {"kind": "server", "url": f"file://{tmp_path}/none"}
+    recipe = load_recipe(recipe_file, [f"engine={json.dumps(engine)}", "processes.timeout=1.0"]).recipe
+    with pytest.raises(EngineError, match=r"no server of file://\S+ answered within 1 s \(processes\.timeout\)"):
+        build_engine(recipe.engine_needs, "a model", Processes.alone(), tmp_path, print)
+
+
+@pytest.mark.parametrize("urls", [["http://a:1"], ["http://a:1", "http://b:1"]])
+def test_it_waits_for_those_of_a_list_if_they_are_several(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, urls: list[str]
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setenv("RLGEN_SERVER_TOKEN", "token")
+    monkeypatch.setattr(engines_open, "ServerPool", lambda **settings: given.update(settings))
+    monkeypatch.setattr(engines_open, "ServerEngine", lambda *_: None)
+    recipe = load_recipe(recipe_file, [f"engine={json.dumps({'kind': 'server', 'url': urls})}"]).recipe
+    build_engine(recipe.engine_needs, str(build_tiny("qwen3")), Processes.alone(), tmp_path, print)
+    given["carrier"].close()
+    assert given["patience"] == (recipe.processes.timeout if len(urls) > 1 else 0.0)
 
 
 def test_a_name_has_all_of_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
