@@ -46,11 +46,12 @@ def measured(model: str, rounds: int) -> dict[int, list[float]]:
     weights = load_model(location, None, torch.float32, "sdpa", torch.device("cpu"))
     took: dict[int, list[float]] = {1: [], 2: []}
     with tempfile.TemporaryDirectory() as logs:
-        both = open_servers(recipe.engine_needs, recipe.engine, location, Path(logs), print, recipe.processes.timeout)
+        both = open_servers(recipe.engine_needs, recipe.engine, location, Path(logs), print)
         one = ServerPool(
             servers=both.servers[:1],
             processes={},
             shape=model_shape(load_config(location, None)),
+            row_tokens=0,
             abilities=EngineCapabilities(),
             restarts=0,
             carrier=FileTransfer(None),

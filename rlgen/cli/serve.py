@@ -1,5 +1,6 @@
 """Runs a vLLM server for a recipe's model in the foreground: `rlgen serve`."""
 
+import json
 import os
 import shlex
 import signal
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from rlgen.engines.launch import ServerProcess
 
 HOST, PORT = "127.0.0.1", 8000  # defaults
+# The settings of `engine` that have an effect on a run beside engine.url.
+OF_RUN = {"dtype", "max_model_len", "token_env", "timeout", "restarts", "transfer", "transfer_dir", "lora", "in_flight"}
 
 
 def serve_command(path: Path, overrides: list[str], host: str | None, port: int | None, announce: Path | None) -> None:
@@ -102,9 +105,8 @@ def server_settings(recipe: Recipe, host: str | None, port: int | None) -> Serve
 
 def connection(settings: ServerEngineRecipe, url: str) -> str:
     """Returns the `--set` override that makes a run use the server at `url`."""
-    said = {name: getattr(settings, name) for name in ("dtype", "token_env", "transfer")}
-    changed = {name: value for name, value in said.items() if value != ServerEngineRecipe.model_fields[name].default}
-    return f'engine={{kind: server, url: "{url}"{"".join(f", {name}: {value}" for name, value in changed.items())}}}'
+    said = settings.model_dump(mode="json", include=OF_RUN, exclude_defaults=True)
+    return f'engine={{kind: server, url: "{url}"{"".join(f", {name}: {json.dumps(value)}" for name, value in said.items())}}}'
 
 
 def address(settings: ServerEngineRecipe) -> str:

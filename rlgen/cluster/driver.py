@@ -299,7 +299,7 @@ class Attempts:
 
     def start(self, trainers: Sequence[Place], options: Sequence[str]) -> None:
         ((host, port),) = results_of([trainers[0].actor.address.remote()])
-        words = ["train", *self.words(*([f"engine.url=file://{self.listing}"] if self.settings.servers else [])), *options]
+        words = ["train", *self.words(*([f"engine.url={self.listing.as_uri()}"] if self.settings.servers else [])), *options]
         launch = {"WORLD_SIZE": str(len(trainers)), "LOCAL_RANK": "0", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
         terminal = tuple(shutil.get_terminal_size()) if sys.stdout.isatty() else None
         for rank, one in enumerate(trainers):

@@ -52,7 +52,7 @@ class Absent:
             if self._revive is not None:
                 self._revive()
             while not (self._stopped.is_set() or self.forgotten.wait(EVERY)):
-                if self.server.healthy():
+                if self.server.health() in (200, 401):  # that it refuses the token, it tells when it is to be adopted
                     self.ready.set()
                     return
 
@@ -66,6 +66,7 @@ class ServerPool:
     Args:
         processes: of the servers that this run started, by URL; others cannot be restarted from here.
         shape: of the model that is trained, see `model_shape`.
+        row_tokens: longest prompt and completion together.
         abilities: of the engine. With `in_flight` a sync pauses running requests instead of waiting for them.
         restarts: how often servers may be restarted or sent their weights again, all servers together.
         carrier: sends weights to the servers. A broadcast keeps no copy of them: with none left, no server can be recovered.
@@ -82,6 +83,7 @@ class ServerPool:
         servers: Sequence[Server],
         processes: Mapping[str, ServerProcess],
         shape: Mapping[str, Any],
+        row_tokens: int,
         abilities: EngineCapabilities,
         restarts: int,
         carrier: FileTransfer | Broadcast,
@@ -91,7 +93,7 @@ class ServerPool:
     ) -> None:
         self.servers, self._processes = tuple(servers), processes  # `servers`: those that are present
         self.abilities = abilities
-        self._shape, self._restarts, self._carrier, self._say = shape, restarts, carrier, say
+        self._shape, self._row_tokens, self._restarts, self._carrier, self._say = shape, row_tokens, restarts, carrier, say
         self._found, self._patience = found, patience
         self.held = SentWeights(run=secrets.token_hex(4), version=STALE, syncs=0)
         self._absent: dict[str, Absent | None] = {}  # None: stays away
@@ -110,7 +112,13 @@ class ServerPool:
             raise EngineError(
                 f"{server.url} does not return the experts of a token; start it by `rlgen serve`, with model.route_replay: true"
             )
-        if any(getattr(facts, name) != getattr(first, name) for name in ("settings", "stop_ids", "quantization")):
+        if facts.max_model_len is not None and facts.max_model_len < self._row_tokens:  # vLLM would cut completions off there
+            raise EngineError(
+                f"{server.url} has rows of {facts.max_model_len} tokens at most (max_model_len), but a prompt and its completion"
+                f" take up to {self._row_tokens}; start it with this recipe, or set engine.max_model_len to"
+                f" {facts.max_model_len} here"
+            )
+        if any(getattr(facts, name) != getattr(first, name) for name in ("settings", "stop_ids", "quantization", "wider")):
             raise EngineError(
                 f"{server.url} and {self.servers[0].url} have different settings, {facts} and {first}; start both with the"
                 " same recipe"
@@ -178,6 +186,8 @@ class ServerPool:
             self._say(f"engine: {error}. It is left out")
             self._absent[server.url] = Absent(server, self._stopped) if isinstance(error, ServerLost) else None
             return
+        if isinstance(self._carrier, Broadcast):
+            self._carrier.close()  # it was restarted: it has left the group, whose servers may be the same as before
         with self._changing:
             self.servers = (*self.servers, server)
         self._say(f"engine: {server.url} takes part from now on, as one of {len(self.servers)} servers")

@@ -5,12 +5,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from rlgen.engines.http import Server
 from rlgen.errors import EngineError
 from rlgen.recipe.engines import ServerEngineRecipe
-from rlgen.recipe.rules import servers
+from rlgen.recipe.rules import is_server_address, servers
 
 
 def is_looked_up(settings: ServerEngineRecipe) -> bool:
@@ -25,7 +25,8 @@ def addresses(settings: ServerEngineRecipe) -> list[str]:
     place = urlsplit(str(settings.url))
     try:
         if place.scheme == "file":
-            return addresses_in(Path(place.path))
+            listed = addresses_in(Path(unquote(place.path)))
+            return list(dict.fromkeys(address.rstrip("/") for address in listed))
         told = socket.getaddrinfo(place.hostname, place.port, type=socket.SOCK_STREAM)
     except OSError:
         return []
@@ -50,10 +51,21 @@ def listed_servers(settings: ServerEngineRecipe, token: str) -> list[Server]:
 
 
 def first_found(listed: Callable[[], list[Server]], place: str, patience: float) -> list[Server]:
-    """Returns the servers that answer, when one does. Raises EngineError if none does within `patience` seconds."""
+    """Returns the servers that answer, when one does.
+
+    Raises EngineError if none does within `patience` seconds, those that do refuse the token, or `place` names no servers.
+    """
     until = time.monotonic() + patience
-    while not (answering := [server for server in listed() if server.healthy()]):
+    while True:
+        there = listed()
+        if wrong := [server.url for server in there if not is_server_address(server.url)]:
+            raise EngineError(f"engine.url: {place} has {wrong[0]!r}; write the address of a server like http://10.0.0.1:8000")
+        health = [(server, server.health()) for server in there]
+        if answering := [server for server, status in health if status == 200]:
+            return answering
+        for server, status in health:
+            if status == 401:
+                server.look()
         if time.monotonic() > until:
             raise EngineError(f"engine.url: no server of {place} answered within {patience:.0f} s (processes.timeout)")
         time.sleep(1)
-    return answering

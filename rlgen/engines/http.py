@@ -57,10 +57,10 @@ class Server:
         self._token = token
         self._soon = min(ANSWER_SECONDS, timeout)
 
-    def like(self, url: str) -> "Server":
-        """Returns another server of the same kind, at `url`."""
+    def like(self, url: str, arrays: bool) -> "Server":
+        """Returns a server of the same run, at `url`."""
         other = Server(url, self._token, self.timeout, self.again)
-        other.arrays = self.arrays
+        other.arrays = arrays
         return other
 
     def session(self) -> aiohttp.ClientSession:
@@ -136,12 +136,12 @@ class Server:
             self.checked(ROUTE, status, body)
         self.arrays = status == 405
 
-    def healthy(self) -> bool:
-        """Does as `is_healthy`, in an event loop and a session of its own."""
+    def health(self) -> int:
+        """Returns the status of its health check, in an event loop of its own; 0: no answer within PROBE_SECONDS."""
         try:
-            return self._reply("GET", "/health", None, PROBE_SECONDS)[0] == 200
+            return self._reply("GET", "/health", None, PROBE_SECONDS)[0]
         except ServerLost:
-            return False
+            return 0
 
     async def is_healthy(self, session: aiohttp.ClientSession) -> bool:
         """Returns whether the server passes its health check within PROBE_SECONDS."""
@@ -153,7 +153,10 @@ class Server:
     def facts(self) -> tuple[EngineInfo, dict[str, Any]]:
         """Returns the description of the server's engine, and the shape of its model (see `model_shape`)."""
         told = self.rpc("rlgen_facts", self._soon)[0]
-        return msgspec.convert(told, EngineInfo), told["shape"]
+        try:
+            return msgspec.convert(told, EngineInfo), told["shape"]
+        except (msgspec.ValidationError, KeyError) as error:
+            raise EngineError(f"{self.url} has another version of rlgen than this run ({error}); install one on both") from error
 
     def load(self, folder: str, version: int, hashed: bool) -> SyncReport:
         """Makes every worker load the weights in `folder`. Raises WeightsKept if the files cannot be loaded."""

@@ -173,7 +173,7 @@ class ServerProcess:
         return self._process.poll() is None
 
     def answers(self) -> bool:
-        return Server(self.url, self._token, PROBE_SECONDS).healthy()
+        return Server(self.url, self._token, PROBE_SECONDS).health() == 200
 
     def last_output(self) -> str:
         """Returns how the server ended, the error from its log, and the log's path: "ended with exit code 1: ... (log: ...)"."""

@@ -147,6 +147,7 @@ class Broadcast:
         for server in self._servers:
             with contextlib.suppress(EngineError):  # dead, or without this route: leaves when it joins the next group
                 server.call("POST", "/shutdown_weight_transfer_engine")
+        self._servers = ()
 
     def _leave(self) -> None:
         """Closes this rank's endpoint, in a thread with a timeout because it may hang."""

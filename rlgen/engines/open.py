@@ -16,7 +16,7 @@ from rlgen.engines import vllm_compat, vllm_weights
 from rlgen.engines.base import Engine, EngineCapabilities, model_shape
 from rlgen.engines.colocated import ColocatedEngine
 from rlgen.engines.fleet import ServerPool
-from rlgen.engines.found import addresses, first_found, is_looked_up, listed_servers
+from rlgen.engines.found import first_found, is_looked_up, listed_servers
 from rlgen.engines.http import Server
 from rlgen.engines.launch import ServerPlan, ServerProcess, new_token, start_servers
 from rlgen.engines.nccl import NEEDS_GPU, Broadcast, own_address
@@ -31,6 +31,7 @@ from rlgen.models.vision import Vision, reads_images
 from rlgen.out_of_memory import GIB
 from rlgen.processes import Processes, cores
 from rlgen.recipe.engines import ColocatedEngineRecipe, EngineNeeds, ServerEngineRecipe, TransformersEngineRecipe
+from rlgen.recipe.rules import servers
 
 MIB = 1 << 20
 PATIENCE = 10.0  # timeout of nvidia-smi in seconds
@@ -53,7 +54,7 @@ def build_engine(needs: EngineNeeds, location: str, processes: Processes, logs: 
             processes.run_all(lambda: require_free(processes.device, share, settings.kv_cache_gib))
         return ColocatedEngine(EnginePlan.of(needs, location), wait=processes.timeout if processes.world > 1 else None)
     if isinstance(settings, ServerEngineRecipe):
-        opened = partial(open_servers, needs, settings, location, logs, say, processes.timeout)
+        opened = partial(open_servers, needs, settings, location, logs, say)
         pool = SharedServerPool(processes, opened) if processes.world > 1 else opened()
         return ServerEngine(pool, 1 + needs.rollout.async_steps)
     if not isinstance(settings, TransformersEngineRecipe):
@@ -70,12 +71,9 @@ def build_engine(needs: EngineNeeds, location: str, processes: Processes, logs: 
 
 
 def open_servers(
-    needs: EngineNeeds, settings: ServerEngineRecipe, location: str, logs: Path, say: Callable[[str], None], patience: float
+    needs: EngineNeeds, settings: ServerEngineRecipe, location: str, logs: Path, say: Callable[[str], None]
 ) -> ServerPool:
     """Connects to the servers that `settings` name, or starts them.
-
-    Args:
-        patience: seconds to wait for a server when none of several is left, or none is found.
 
     Raises:
         SetupError: the token's variable is not set, there is no GPU for nccl, or several servers would use the same GPUs.
@@ -90,7 +88,7 @@ def open_servers(
             undo.callback(carrier.close)
         listed = partial(listed_servers, settings, token)
         looked_up = is_looked_up(settings)
-        pool = first_found(listed, str(settings.url), patience) if looked_up else listed()
+        pool = first_found(listed, str(settings.url), needs.patience) if looked_up else listed()
         processes: dict[str, ServerProcess] = {}
         if settings.launch:
             plans = server_plans(needs, location)
@@ -107,6 +105,7 @@ def open_servers(
             servers=pool,
             processes=processes,
             shape=model_shape(load_config(location, needs.model.revision)),
+            row_tokens=needs.row_tokens,
             abilities=EngineCapabilities(
                 elsewhere=True,
                 in_flight=needs.in_flight,
@@ -118,7 +117,7 @@ def open_servers(
             carrier=carrier,
             say=say,
             found=listed if looked_up else None,
-            patience=patience if looked_up or (len(pool) > 1 and not settings.launch) else 0.0,
+            patience=needs.patience if looked_up or (len(pool) > 1 and not settings.launch) else 0.0,
         )
         undo.pop_all()
     return opened
@@ -131,7 +130,7 @@ def servers_token(settings: ServerEngineRecipe) -> str:
     """
     token = os.environ.get(settings.token_env)
     if token is None and settings.url is not None:
-        for url in addresses(settings):
+        for url in () if is_looked_up(settings) else servers(settings):
             Server(url, "", settings.timeout).look(needs_token=False)
         raise SetupError(
             f"engine.token_env: the environment variable {settings.token_env} is not set; set it to the token of the server at"

@@ -7,7 +7,7 @@ leaves the server out or recovers it, and writes the result. The keys, prefixed 
     asked            how many servers were found lost
     lost/N           the Nth of them: {"url", "what", "before", "waits": whether the process has no other server and waits}
     recovered/N      the result: {} or {"message", "exit_code"}
-    state            {"brought_back": how often each server has been recovered, by URL, "present": the servers' URLs}
+    state            {"brought_back": how often each has been recovered, "present": `Server.arrays`; both by URL}
     stopped          present when the main process no longer manages the servers
 """
 
@@ -66,7 +66,7 @@ class SharedServerPool:
 
     def _publish(self) -> None:
         if self._pool is not None:
-            there = [server.url for server in self._pool.servers]
+            there = {server.url: server.arrays for server in self._pool.servers}
             self._write("state", {"brought_back": self._pool.brought_back, "present": there})
 
     def _reach(self) -> None:
@@ -122,7 +122,7 @@ class SharedServerPool:
             error = EngineError(failed["message"])
             error.exit_code = failed["exit_code"]
             raise error from lost
-        self._use([self.servers[0].like(url) for url in self._read("state")["present"]])
+        self._use([self.servers[0].like(url, arrays) for url, arrays in self._read("state")["present"].items()])
 
     def _bring_back(self, pool: ServerPool, lost: ServerLost, before: Mapping[str, int]) -> None:
         """Recovers a server in the main process and publishes the counts of recoveries.

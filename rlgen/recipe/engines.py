@@ -231,4 +231,5 @@ class EngineNeeds:
     row_tokens: int  # longest prompt and completion together
     images: bool  # whether prompts have images
     in_flight: bool  # whether weights change under requests that are being answered
+    patience: float  # seconds to wait for a server when none of several is left, or none is found
     experts: bool = False  # whether answers have the experts of their tokens (`model.route_replay`)

@@ -68,8 +68,8 @@ def _in_engine(recipe: Recipe) -> Iterator[Inert]:
     if not isinstance(engine, ServerEngineRecipe):
         return
     if engine.url is not None:
-        # All but dtype, which states what the server is expected to have.
-        keys = " ".join(key for key in VllmRecipe.model_fields if key != "dtype")
+        # All but those that state what the server is expected to have.
+        keys = " ".join(key for key in VllmRecipe.model_fields if key not in ("dtype", "max_model_len"))
         why = "beside engine.url: that server already runs, with its own setting"
         yield f"engine: {keys} servers host port start_timeout devices", why, "remove it here, and set it for `rlgen serve`"
     if engine.transfer == "nccl":

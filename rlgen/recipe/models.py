@@ -400,6 +400,7 @@ class Recipe(Strict):
             row_tokens=self.engine_row_tokens,
             images=self.data.columns.images is not None,
             in_flight=self.in_flight,
+            patience=self.processes.timeout,
             experts=self.model.route_replay is True,
         )
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlgen.errors import Fault, SentinelError
-from rlgen.types import Completion, Request, Sampling, mask_of, turns_of
+from rlgen.types import Completion, FinishReason, Request, Sampling, mask_of, turns_of
 
 ROUNDING = 1e-6  # a log-prob of a certain token may come out this much above 0
 
@@ -48,13 +48,25 @@ def check_answers(
             check_sampled(place, answer, mask_of(answer.spans, len(answer.token_ids)), "Exactly the sampled ids must have one")
         else:
             check_answer(place, answer, sampling, joined)
-            if not joined and len(answer.token_ids) > (limit := sampling.limit_of(request)):
-                raise SentinelError(
-                    Fault.ENGINE_SETTINGS,
-                    f"answer {place} has {len(answer.token_ids)} ids, but {limit} were asked for: the engine ignores the limit,"
-                    " or its answer was changed on the way",
-                )
+            if not joined:
+                check_length(place, len(answer.token_ids), sampling.limit_of(request), answer.finish_reason)
         check_versions(place, answer, version if oldest is None else oldest, version, joined)
+
+
+def check_length(place: int, tokens: int, limit: int, finish_reason: FinishReason) -> None:
+    """Raises SentinelError if an answer is longer than was asked for, or was cut off before."""
+    if tokens > limit:
+        raise SentinelError(
+            Fault.ENGINE_SETTINGS,
+            f"answer {place} has {tokens} ids, but {limit} were asked for: the engine ignores the limit,"
+            " or its answer was changed on the way",
+        )
+    if tokens < limit and finish_reason == "length":
+        raise SentinelError(
+            Fault.ENGINE_SETTINGS,
+            f"the engine cut answer {place} off after {tokens} of {limit} ids: its rows may be shorter than this run's"
+            " (max_model_len); start the engine with this recipe",
+        )
 
 
 def check_ids(answers: Sequence[Completion], vocab_size: int | None) -> None:

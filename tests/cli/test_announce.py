@@ -1,6 +1,7 @@
 """`rlgen serve --announce`: the address stands in a file of its own while the server runs, and its removal ends the server."""
 
 import errno
+import json
 import shutil
 import socket
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from rlgen.cli.serve import address, announced, serve_command, watch
+from rlgen.cli.serve import address, announced, connection, serve_command, server_settings, watch
 from rlgen.engines.found import addresses
 from rlgen.errors import EngineError, UsageError
+from rlgen.recipe import load_recipe
 from rlgen.recipe.engines import ServerEngineRecipe
 
 HERE = socket.gethostname()
@@ -32,6 +34,24 @@ def server(alive: bool = True) -> Any:
 )
 def test_others_get_an_address_that_they_reach(host: str, url: str) -> None:
     assert address(ServerEngineRecipe(kind="server", host=host, port=8000)) == url
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"kind": "server", "launch": True, "max_model_len": 40, "timeout": 9.0, "transfer_dir": "/a b", "restarts": 7},
+        {"kind": "server", "launch": True, "in_flight": {"recompute": False}, "servers": 2, "port": 9},
+        {"kind": "colocated", "dtype": "bfloat16", "max_model_len": 40},
+    ],
+)
+def test_the_command_that_is_printed_has_all_settings_of_the_run(recipe_file: Path, engine: dict[str, Any]) -> None:
+    more = ["rollout.async_steps=1"] if "in_flight" in engine else []
+    more += ["rollout.max_completion_tokens=8", "data.max_prompt_tokens=8"]
+    served = load_recipe(recipe_file, [*more, f"engine={json.dumps(engine)}"])
+    to_it = connection(server_settings(served.recipe, None, None), "http://a:1")
+    found = load_recipe(recipe_file, [*more, to_it]).recipe.engine
+    kept = {name: value for name, value in engine.items() if name not in ("launch", "servers", "port")}
+    assert found.model_dump(exclude_defaults=True) == {**kept, "kind": "server", "url": "http://a:1"}
 
 
 def test_trainers_find_the_servers_of_a_folder(tmp_path: Path) -> None:

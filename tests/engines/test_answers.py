@@ -78,6 +78,10 @@ IN_AN_ANSWER: dict[str, tuple[Callable[[Answer], None], str]] = {
         all_of(choice(token_ids=[7, 7, 7, 7, STOP]), logps(*[-1.0] * 5), spans(("r.3", 0, 5))),
         "engine_settings.* has 5 ids, but 4 were asked for",
     ),
+    "cut off before the limit": (
+        choice(token_ids=[7, 7, 7], finish_reason="length"),
+        r"engine_settings.* cut answer 1 off after 3 of 4 ids: .* \(max_model_len\)",
+    ),
     "a log-prob too few": (logps(-0.5, -1.0), "missing_logprobs.* 3 ids.* and 2 log-probs"),
     "a log-prob too many": (logps(-0.5, -1.0, -0.25, -1.0), "missing_logprobs.* 3 ids"),
     "no log-probs": (choice(logprobs=None), "missing_logprobs.* 3 ids.* and 0 log-probs"),

@@ -13,22 +13,25 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from helpers.before import before
-from helpers.engines import engine_info
+from helpers.engines import Told, engine_info
 from helpers.samples import request
 from helpers.torchrun import ENVIRONMENT, launch, well
 from helpers.waiting import HANGS, until
 from stand_in_server import completion
+from torch.distributed import HashStore
 
 from rlgen.engines.base import EngineCapabilities
-from rlgen.engines.fleet import ServerPool
+from rlgen.engines.fleet import Absent, SentWeights, ServerPool
 from rlgen.engines.found import addresses
 from rlgen.engines.http import Server
 from rlgen.engines.launch import claim
 from rlgen.engines.server import ServerEngine
+from rlgen.engines.shared_fleet import SharedServerPool
 from rlgen.engines.transfer import FileTransfer
 from rlgen.errors import EngineError, ServerLost
 from rlgen.files import read_json
@@ -143,7 +146,7 @@ def said() -> list[str]:
 
 def pool_on(fleet: Sequence[StandIn], said: list[str], timeout: float = HANGS, **more: Any) -> ServerPool:
     servers = [one.server(timeout) for one in fleet]
-    settings = {"servers": servers, "processes": {}, "shape": {}, "abilities": EngineCapabilities()}
+    settings = {"servers": servers, "processes": {}, "shape": {}, "row_tokens": 640, "abilities": EngineCapabilities()}
     others = {"restarts": 1000, "carrier": FileTransfer(None), "say": said.append, "patience": HANGS}
     return ServerPool(**settings | others | more)
 
@@ -240,6 +243,22 @@ def test_two_processes_lose_a_server_together(tmp_path: Path) -> None:
     main, other = read_json(tmp_path / "found.json")
     assert main["counts"] == other["counts"] == [3, 2, 3]
     assert "2 other servers answer its requests" in main["said"][0] and "takes part from now on" in main["said"][1]
+
+
+def test_a_process_asks_each_server_on_the_route_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after the main process has told it which servers are left: one of rlgen, and another one, which answers in JSON."""
+    monkeypatch.setattr(Server, "look", lambda server: None)
+    servers = [Server(url, "token", HANGS) for url in ("http://a", "http://b")]
+    servers[1].arrays = True
+    store, pool = HashStore(), SimpleNamespace(servers=servers, brought_back={"http://b": 1})
+    opened = (servers, engine_info(), SentWeights(run="r", version=1, syncs=1), EngineCapabilities())
+    processes: Any = SimpleNamespace(rank=0, store=store, on_main=lambda *_, **__: opened, run_all=lambda call: call())
+    shared, its = (SharedServerPool(processes, cast(Any, None)) for _ in range(2))
+    its._pool = cast(Any, pool)
+    its._publish()
+    its._write("recovered/1", {})
+    shared.recover(ServerLost("http://b", "died"), {})
+    assert {server.url: server.arrays for server in shared.servers} == {"http://a": False, "http://b": True}
 
 
 def test_completions_of_a_prompt_go_to_one_server(fleet: list[StandIn], said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,10 +366,17 @@ def test_servers_join_and_leave_by_a_file(fleet: list[StandIn], said: list[str],
         right(engine.generate(requests(5), SAMPLING), 5, 5)
 
 
-def test_a_name_has_all_of_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = [(0, 0, 0, "", ("10.0.0.2", 8000)), (0, 0, 0, "", ("10.0.0.1", 8000)), (0, 0, 0, "", ("::5", 8000, 0, 0))]
-    monkeypatch.setattr("socket.getaddrinfo", lambda host, port, type: told if (host, port) == ("vllm", 8000) else None)
-    assert addresses(settings_of("dns://vllm:8000")) == ["http://10.0.0.1:8000", "http://10.0.0.2:8000", "http://[::5]:8000"]
+def test_a_server_that_comes_back_with_another_token_is_left_out_and_said(fleet: list[StandIn], said: list[str]) -> None:
+    with engine_on(fleet[:2], said) as engine:
+        pool = engine._keeper
+        back = Told(fleet[1].url, "token", HANGS)
+        back.status = 401
+        pool.servers = pool.servers[:1]
+        pool._absent[back.url] = Absent(back, pool._stopped)
+        until(pool._absent[back.url].ready.is_set)
+        engine.sync([], 2)
+        assert f"{back.url} refuses rlgen's token" in said[-1] and said[-1].endswith("It is left out")
+        assert len(pool.servers) == 1
 
 
 def test_a_server_with_other_settings_is_left_out(fleet: list[StandIn], said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

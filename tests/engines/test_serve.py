@@ -97,7 +97,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
                 break
         found = re.search(r"at (http://127\.0\.0\.1:\d+); RLGEN_SERVER_TOKEN=\$\(cat (\S+)\)", lines[-1])
         assert found, lines
-        assert lines[-1].endswith(f'engine={{kind: server, url: "{found[1]}", transfer: nccl}}\'\n')
+        assert lines[-1].endswith(f'engine={{kind: server, url: "{found[1]}", transfer: "nccl"}}\'\n')
         token = Path(found[2]).read_text()
         headers = {"Authorization": f"Bearer {token}"}
         with httpx.Client(base_url=found[1], headers=headers, timeout=60, trust_env=False) as client:

@@ -63,6 +63,7 @@ class Bench:
             servers=[at],
             processes={self.process.url: self.process} if supervised else {},
             shape=model_shape(self.model.config),
+            row_tokens=0,
             abilities=EngineCapabilities(in_flight=in_flight, keeps_cache=keeps_cache),
             restarts=restarts,
             carrier=FileTransfer(None),

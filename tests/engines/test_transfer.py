@@ -187,13 +187,13 @@ def test_servers_return_experts_where_the_run_wants_them(monkeypatch: pytest.Mon
         return engine_info(experts=server.url == "http://0" or lacks != "experts")
 
     monkeypatch.setattr(ServerPool, "_examined", staticmethod(examined))
-    given: dict[str, Any] = {"servers": servers, "processes": {}, "shape": {}, "restarts": 2, "carrier": None, "say": print}
+    given: dict[str, Any] = {"servers": servers, "processes": {}, "shape": {}, "row_tokens": 0, "restarts": 2, "carrier": None}
     with (
         pytest.raises(EngineError, match=r"http://1 does not return the experts .* model\.route_replay: true")
         if experts
         else nullcontext()
     ):
-        ServerPool(**given, abilities=EngineCapabilities(experts=experts))
+        ServerPool(**given, say=print, abilities=EngineCapabilities(experts=experts))
 
 
 class Refusing(FakeServer):

@@ -12,6 +12,7 @@ from aiohttp.typedefs import Handler
 
 from rlgen.engines.base import EngineCapabilities, EngineInfo, Settings
 from rlgen.engines.fleet import ServerPool
+from rlgen.engines.http import Server
 from rlgen.engines.launch import ServerPlan
 from rlgen.engines.plan import EnginePlan
 from rlgen.models.weights import own_tensors
@@ -56,8 +57,8 @@ class FakeServer:
     def reset_cache(self) -> None:
         self.note("reset_cache")
 
-    def healthy(self) -> bool:
-        return False
+    def health(self) -> int:
+        return 0
 
     def label(self) -> str:
         return self.labels[-1]
@@ -67,11 +68,23 @@ class FakeServer:
         self.note("set_label", label.partition(".")[2])
 
 
+class Told(Server):
+    """A server with this status of its health check."""
+
+    status = 200
+
+    def health(self) -> int:
+        return self.status
+
+    def _reply(self, *asked: Any) -> tuple[int, bytes]:
+        return self.status, b""
+
+
 def pool_of(monkeypatch: pytest.MonkeyPatch, servers: Sequence[Any], carrier: Any, **abilities: bool) -> ServerPool:
     """The pool of servers that are made up, which rlgen has not started."""
     monkeypatch.setattr(ServerPool, "_examined", staticmethod(lambda server, shape: engine_info(stop_ids=(1,))))
-    can = EngineCapabilities(**abilities)
-    return ServerPool(servers=servers, processes={}, shape={}, abilities=can, restarts=2, carrier=carrier, say=print)
+    settings: dict[str, Any] = {"processes": {}, "shape": {}, "row_tokens": 0, "restarts": 2, "say": print}
+    return ServerPool(servers=servers, abilities=EngineCapabilities(**abilities), carrier=carrier, **settings)
 
 
 @asynccontextmanager

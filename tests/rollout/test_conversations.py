@@ -215,7 +215,7 @@ def test_a_row_is_turns_and_replies_and_no_token_more() -> None:
 @pytest.mark.parametrize(
     ("answers", "script", "ids", "counts"),
     [
-        ([((65, 66), "length")], {}, 2, {}),
+        ([((65,) * 12, "length")], {}, 12, {}),
         ([((65, 250), "stop"), ((66,) * 6, "length")], {}, 12, {"calls": 1, "turn0": 1}),  # all of the room
         ([((65, 250), "stop"), ((66, 250), "stop")], {"max_turns": 2}, 8, {"calls": 2, "turn0": 1, "turn1": 1, "unanswered": 1}),
         ([((65,) * 9 + (250,), "stop")], {}, 10, {"calls": 1, "turn0": 1, "unanswered": 1}),  # a reply, and no token after it
