@@ -83,7 +83,7 @@ def unread(recipe: Recipe, columns: set[str] | None, folder: Path) -> Iterator[s
 
 
 def is_here(path: str) -> bool:
-    return path.startswith("tiny:") or is_local_model(path) or Path(path).is_absolute()
+    return path.startswith("tiny:") or is_local_model(path)
 
 
 def can_open(recipe: Recipe) -> bool:
