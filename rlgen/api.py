@@ -73,12 +73,17 @@ def train(
 
 
 def evaluate(
-    name: str | Path, recipe: str | Path, overrides: Sequence[str] = (), *, step: str | None = None, out: str | Path | None = None
+    name: str | Path,
+    recipe: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    step: int | str | None = None,
+    out: str | Path | None = None,
 ) -> Mapping[str, Any]:
     """Evaluates a model, a run's checkpoint or a checkpoint's folder with the `eval` section of a recipe, as `rlgen eval` does.
 
     Args:
-        step: of a run's checkpoint: a number, "best" or "newest"; None: the newest.
+        step: of a run's checkpoint: a number, "best" or "last"; None: the last.
         out: folder for the samples; None: they are not written.
 
     Returns:
@@ -89,8 +94,8 @@ def evaluate(
     """
     from rlgen.cli.evaluate import evaluate_target
 
-    folder = None if out is None else Path(out)
-    return evaluate_target(Path(name), Path(recipe), overrides, step, folder, lambda text: None)[-1]
+    which, folder = None if step is None else str(step), None if out is None else Path(out)
+    return evaluate_target(Path(name), Path(recipe), overrides, which, folder, lambda text: None)[-1]
 
 
 def rollouts(run: str | Path, step: int | None = None) -> Iterator[Mapping[str, Any]]:

@@ -56,7 +56,6 @@ def prune_command(
     """Delete old checkpoints and those that were set aside. Keeps the newest good ones and the best by evaluation."""
     run = find_run(run)
     folder = CheckpointFolder(run / "checkpoints")
-    entries(run)  # raises UsageError if there are none
     with closing(RunDirectory.reopen(run)):
         good = [path for path in folder.steps().values() if not row_of(run, path, hashes=True)["problem"]]
         if not good:
@@ -77,10 +76,8 @@ def prune_command(
 
 
 def entries(run: Path) -> list[Path]:
-    """Returns the folders of all checkpoints, then those that were set aside. Raises UsageError if there is no run."""
+    """Returns the folders of all checkpoints, then those that were set aside."""
     folder = CheckpointFolder(run / "checkpoints")
-    if not folder.root.is_dir():
-        raise UsageError(f"{run} holds no run; name a run's directory")
     return [*folder.steps().values(), *folder.aside()]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rlgen.cli.output import echo, plain_table
 from rlgen.cli.step_time import Machines, step_time
 from rlgen.cli.validate import can_open
-from rlgen.errors import SetupError
+from rlgen.errors import RecipeError, SetupError
 from rlgen.models.gpus import GPUS, USABLE
 from rlgen.recipe import Recipe, load_recipe
 from rlgen.recipe.engines import EngineRecipe, ServerEngineRecipe, VllmRecipe
@@ -31,8 +31,10 @@ def estimate_command(
 
     Counts the prompts if they are on this machine.
     """
-    count = [] if machines.processes is None else [f"processes.count={machines.processes}"]
-    recipe = load_recipe(path, [*overrides, *count]).recipe
+    recipe = load_recipe(path, overrides).recipe
+    if machines.processes is not None:
+        key = "processes.count" if recipe.cluster is None else "cluster.trainers"
+        recipe = load_recipe(path, [*overrides, f"{key}={machines.processes}"]).recipe
     import torch
 
     from rlgen.models.load import locate
@@ -48,7 +50,17 @@ def estimate_command(
     if device is None and torch.cuda.is_available():
         device = torch.cuda.mem_get_info(0)[1]
     report = memory_report(recipe, device, machines)
+    report["hints"] = [hint for hint in report["hints"] if accepted(path, [*overrides, hint["setting"]])]
     echo(json.dumps(report, indent=2)) if as_json else print_report(report)
+
+
+def accepted(path: Path, overrides: list[str]) -> bool:
+    """Returns whether the recipe is valid with these overrides, with any number of processes."""
+    try:
+        load_recipe(path, [*overrides, "processes.count=null"])
+    except RecipeError:
+        return False
+    return True
 
 
 def memory_report(recipe: Recipe, device: int | None, machines: Machines = NOTHING) -> dict[str, Any]:
@@ -104,7 +116,7 @@ def plan_of(recipe: Recipe, device: int | None) -> "MemoryPlan":
     from rlgen.models.memory import ADAMW, ADAMW_8BIT, QUANTIZED, MemoryPlan
 
     engine = recipe.engine
-    processes = recipe.processes.count or int(os.environ.get("WORLD_SIZE", "1"))  # without a number in the recipe, the launcher's
+    processes = recipe.world or int(os.environ.get("WORLD_SIZE", "1"))  # without a number in the recipe, the launcher's
     rows, length = micro_batch(recipe, -(-recipe.samples_per_step // processes), device)
     return MemoryPlan(
         rows=rows,

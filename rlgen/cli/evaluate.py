@@ -99,8 +99,9 @@ def checkpoint_of(recipe: Recipe, checkpoint: Path) -> Target:
 
 
 def whole_model(recipe: Recipe, location: str) -> ModelRecipe:
-    """Returns the recipe's section `model` for a model at `location`, without an adapter."""
-    return recipe.model.model_copy(update={"path": location, "lora": None, "quantization": None, "revision": None})
+    """Returns the recipe's section `model` for a model at `location`, without an adapter. The recipe's own keeps its revision."""
+    revision = recipe.model.revision if location == recipe.model.path else None
+    return recipe.model.model_copy(update={"path": location, "lora": None, "quantization": None, "revision": revision})
 
 
 def print_metrics(metrics: Mapping[str, Any]) -> None:

@@ -48,7 +48,7 @@ def prove_command(recipe: Path, overrides: list[str], max_steps: int | None, run
         raise UsageError("--prove-resume starts one process: add --set processes.count=1")
     beside = (run_dir or loaded.recipe.run_path).expanduser().resolve()
     beside.parent.mkdir(parents=True, exist_ok=True)
-    settings = [*overrides, f"checkpoint.every={every}"]
+    settings = [*overrides, f"checkpoint.every={every}", "sinks=[]"]  # no tracker is told of runs that are only a test
     if loaded.recipe.optim.warmup_steps >= steps:
         settings.append(f"optim.warmup_steps={steps - 1}")
     with stoppable():

@@ -113,7 +113,8 @@ def status_of(path: Path) -> dict[str, Any]:
     - `trend`: mean reward of the `first` and of the `last` tenth of the steps
     - `rewards`: the last mean of each reward by name
 
-    A killed run cannot write how it ended, but the kernel releases its lock: `state` is then "killed".
+    A killed run cannot write how it ended, but the kernel releases its lock: `state` is then "killed". After a dry run it is
+    "not started".
     """
     if not (path / "resolved.yaml").is_file():
         raise UsageError(f"{path} holds no run; name the folder of a run, run.dir/run.name of its recipe")
@@ -121,8 +122,9 @@ def status_of(path: Path) -> dict[str, Any]:
     nothing = {"state": "starting", "step": 0, "steps": 0, "exit_code": None, "message": "", "pid": None, "time": None}
     found = {**nothing, "health": [], **RunDirectory.look(path)}
     if found["state"] in BEFORE_THE_END and not alive:
-        found["message"] = "killed, or the machine went down; --resume goes on from the last checkpoint"
-        found["state"] = "killed"
+        killed = ("killed", "killed, or the machine went down; --resume goes on from the last checkpoint")
+        never = ("not started", "`rlgen train --dry-run` has written its recipe; without --dry-run it starts")
+        found["state"], found["message"] = killed if any((path / name).exists() for name in ("status.json", "logs")) else never
     records = read_records(path / "metrics.jsonl")
     evaluated = [record for record in records if Metric.EVAL_REWARD_MEAN in record]
     steps = [record for record in records if record[Metric.STEP]]

@@ -15,7 +15,6 @@ from rlgen.models.gpus import GPUS
 from rlgen.models.step_time import SPREAD, Rates, Work, decoding_steps, fit, lengths, simulate
 from rlgen.recipe import Recipe
 from rlgen.recipe.models import ASSUMED_PROMPT
-from rlgen.recipe.trainers import PolicyRecipe
 from rlgen.run.find import find_run
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ def step_time(recipe: Recipe, machines: Machines, counts: "Counts", plan: "Memor
 
 
 def work_of(recipe: Recipe, processes: int, packed: bool) -> Work:
-    rollout, engine, trainer = recipe.rollout, recipe.engine, recipe.trainer
+    rollout, engine = recipe.rollout, recipe.engine
     remote = recipe.cluster.servers if recipe.cluster is not None else 0
     return Work(
         completions=recipe.samples_per_step,
@@ -114,7 +113,7 @@ def work_of(recipe: Recipe, processes: int, packed: bool) -> Work:
         waves=engine.waves,
         processes=processes,
         micro_batch_tokens=recipe.optim.micro_batch_tokens,
-        updates=trainer.updates_per_rollout if isinstance(trainer, PolicyRecipe) else 1,
+        updates=recipe.trainer.updates_per_rollout,
         ahead=rollout.async_steps,
         in_flight=recipe.in_flight,
     )
@@ -158,7 +157,7 @@ def measured(recipe: Recipe, runs: Sequence[Run], processes: int, packed: bool, 
         ):
             if ours != theirs:
                 raise UsageError(f"--like {run.path}: its {what} is {theirs}, and {ours} is needed")
-        work = work_of(then, then.processes.count or processes, packed)
+        work = work_of(then, then.world or processes, packed)
         each = -(-work.completions // work.engines)
         for step in steps_of(run):
             generated, most = step[Metric.TOKENS_GENERATED], step[Metric.COMPLETIONS_MAX_TOKENS]

@@ -14,7 +14,7 @@ from rlgen.cli.files import looked_up, of_evaluation
 from rlgen.cli.output import echo
 from rlgen.errors import Problem, RecipeError
 from rlgen.recipe import Recipe, load_recipe
-from rlgen.recipe.evaluation import data_of
+from rlgen.recipe.evaluation import data_of, of_eval
 from rlgen.recipe.paths import like
 from rlgen.recipe.rules import is_local_model, is_local_source
 from rlgen.run.sinks.open import check_libraries
@@ -37,7 +37,8 @@ def validate_command(path: Path, overrides: list[str], as_json: bool, count: int
         try:
             looked_up(held, imports=loaded.recipe.eval is not None and loaded.recipe.eval.rewards is not None)
         except RecipeError as error:  # about keys of `data`, which are here those of `eval`
-            raise RecipeError([about_eval(problem) for problem in error.problems]) from None
+            problems = [Problem(one.where, of_eval(one.what), one.hint and of_eval(one.hint)) for one in error.problems]
+            raise RecipeError(problems) from None
     recipe, warnings = loaded.recipe, list(loaded.warnings)
     notices = [*loaded.notices, *unread(recipe, columns, path.resolve().parent)]
     if not as_json:
@@ -71,12 +72,6 @@ def validate_command(path: Path, overrides: list[str], as_json: bool, count: int
     echo(f"{path}: valid")
 
 
-def about_eval(problem: Problem) -> Problem:
-    """Returns a message about a key of `data` as one about that key of `eval`."""
-    what, hint = (text and text.replace("data.", "eval.", 1) for text in (problem.what, problem.hint))
-    return Problem(problem.where, what or "", hint)
-
-
 def unread(recipe: Recipe, columns: set[str] | None, folder: Path) -> Iterator[str]:
     """Yields a line for what is not opened here, and why. `folder`: of the recipe, where its relative paths start."""
     if columns is None:
@@ -88,7 +83,7 @@ def unread(recipe: Recipe, columns: set[str] | None, folder: Path) -> Iterator[s
 
 
 def is_here(path: str) -> bool:
-    return path.startswith("tiny:") or is_local_model(path) or Path(path).is_absolute()
+    return path.startswith("tiny:") or is_local_model(path)
 
 
 def can_open(recipe: Recipe) -> bool:

@@ -6,6 +6,7 @@ trainers go on with the others (`rlgen.engines.fleet`), and the driver starts on
 servers in a file, which the driver writes anew.
 """
 
+import json
 import logging
 import math
 import os
@@ -31,6 +32,7 @@ from rlgen.errors import EngineError, ProcessError, RlgenError, SetupError, Stop
 from rlgen.files import write_text
 from rlgen.recipe import LoadedRecipe, Recipe
 from rlgen.recipe.engines import ServerEngineRecipe
+from rlgen.recipe.load import effective
 from rlgen.run.directory import in_use
 from rlgen.run.find import holds_run
 from rlgen.run.launch import IN_CLUSTER
@@ -276,7 +278,7 @@ class Attempts:
         self.publish(servers)
 
     def begin_server(self, one: Place) -> None:
-        self.begin(one, ["serve", *self.words("engine.launch=true"), "--host", one.host, "--port", str(one.port)])
+        self.begin(one, ["serve", *self.words(), "--host", one.host, "--port", str(one.port)])
 
     def publish(self, servers: Sequence[Place]) -> None:
         """Writes the addresses of the servers that are ready, for the trainers to find."""
@@ -299,7 +301,7 @@ class Attempts:
 
     def start(self, trainers: Sequence[Place], options: Sequence[str]) -> None:
         ((host, port),) = results_of([trainers[0].actor.address.remote()])
-        words = ["train", *self.words(*([f"engine.url={self.listing.as_uri()}"] if self.settings.servers else [])), *options]
+        words = ["train", *self.words("cluster=null", *([self.found()] if self.settings.servers else [])), *options]
         launch = {"WORLD_SIZE": str(len(trainers)), "LOCAL_RANK": "0", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
         terminal = tuple(shutil.get_terminal_size()) if sys.stdout.isatty() else None
         for rank, one in enumerate(trainers):
@@ -308,8 +310,14 @@ class Attempts:
 
     def words(self, *more: str) -> list[str]:
         """Returns the recipe and the settings of each process of the run."""
-        settings = (*self.command.overrides, *more, "cluster=null")
+        settings = (*self.command.overrides, *more)
         return [str(self.command.recipe), *(word for setting in settings for word in ("--set", setting))]
+
+    def found(self) -> str:
+        """Returns the override by which trainers find the servers: their engine, without the settings that servers alone have."""
+        engine = self.recipe.engine.model_copy(update={"url": self.listing.as_uri()})
+        of_trainers = effective(self.recipe.model_copy(update={"engine": engine}))["engine"]
+        return f"engine={json.dumps(of_trainers, ensure_ascii=False)}"
 
     def begin(
         self, one: Place, words: Sequence[str], more: Mapping[str, str] | None = None, terminal: tuple[int, ...] | None = None

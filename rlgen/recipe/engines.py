@@ -169,7 +169,7 @@ class ServerEngineRecipe(VllmRecipe):
 
     @property
     def copies(self) -> int:
-        return self.servers
+        return len(self.url) if isinstance(self.url, list) else self.servers
 
     @property
     def shares_cores(self) -> bool:

@@ -1,6 +1,7 @@
 """Completes the section `eval`: what it leaves out is as in training."""
 
 import hashlib
+import re
 
 from rlgen.recipe.data import DataRecipe
 from rlgen.recipe.models import EvalRecipe, RewardRecipe
@@ -24,6 +25,11 @@ def data_of(settings: EvalRecipe, data: DataRecipe) -> DataRecipe:
             "shuffle": False,
         }
     )
+
+
+def of_eval(text: str) -> str:
+    """Returns a message about keys of `data` with the same keys of `eval`."""
+    return re.sub(r"\bdata\.(source|subset|split|revision|columns|options|limit)\b", r"eval.\1", text)
 
 
 def eval_rewards(settings: EvalRecipe, rewards: list[RewardRecipe]) -> list[RewardRecipe]:

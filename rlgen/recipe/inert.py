@@ -72,6 +72,9 @@ def _in_engine(recipe: Recipe) -> Iterator[Inert]:
         keys = " ".join(key for key in VllmRecipe.model_fields if key not in ("dtype", "max_model_len"))
         why = "beside engine.url: that server already runs, with its own setting"
         yield f"engine: {keys} servers host port start_timeout devices", why, "remove it here, and set it for `rlgen serve`"
+    if recipe.cluster is not None and recipe.cluster.servers:
+        why = "with cluster.servers: Ray places the servers, each on GPUs of its node"
+        yield "engine: servers host port devices", why, "remove it; cluster.servers is the number of servers"
     if engine.transfer == "nccl":
         why = "with engine.transfer nccl, which keeps neither files nor a copy of the weights"
         yield "engine: transfer_dir restarts", why, "remove it, or set engine.transfer to files"

@@ -358,6 +358,11 @@ class Recipe(Strict):
         return same and not (isinstance(self.engine, VllmRecipe) and self.engine.quantization)
 
     @property
+    def world(self) -> int | None:
+        """Returns how many processes train; None: the recipe leaves it to the launcher."""
+        return self.processes.count if self.cluster is None else self.cluster.trainers
+
+    @property
     def samples_per_step(self) -> int:
         return self.rollout.prompts_per_step * self.rollout.group_size
 

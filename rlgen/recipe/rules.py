@@ -10,6 +10,7 @@ from rlgen.recipe.engines import RESERVED_ENGINE_ARGUMENTS, ServerEngineRecipe, 
 from rlgen.recipe.evaluation import data_of, eval_rewards
 from rlgen.recipe.judges import pairwise_places
 from rlgen.recipe.models import Recipe, RewardRecipe
+from rlgen.recipe.processes import ClusterRecipe
 from rlgen.recipe.sizes import is_written, least_row
 from rlgen.recipe.trainers import GRPORecipe, PolicyRecipe, RLOORecipe
 
@@ -55,7 +56,7 @@ def contradictions(recipe: Recipe) -> list[Finding]:
     if isinstance(recipe.engine, VllmRecipe):
         found += _engine(recipe, recipe.engine)
     if isinstance(recipe.engine, ServerEngineRecipe):
-        found += _server(recipe.engine, of_cluster=recipe.cluster is not None and recipe.cluster.servers > 0)
+        found += _server(recipe.engine, recipe.cluster)
     return found
 
 
@@ -333,12 +334,14 @@ def _engine(recipe: Recipe, engine: VllmRecipe) -> Findings:
             yield Finding(path, f"{path} is not an argument of vLLM", "write it as vLLM does in Python: lower_case")
 
 
-def _server(engine: ServerEngineRecipe, of_cluster: bool) -> Findings:
-    """Yields contradictions within the settings of servers. `of_cluster`: the cluster starts them."""
+def _server(engine: ServerEngineRecipe, cluster: ClusterRecipe | None) -> Findings:
+    """Yields contradictions within the settings of servers, which a cluster may start."""
     urls, count, gpus = servers(engine), engine.servers, engine.gpus
-    if not urls and not engine.launch and not of_cluster:
-        what = "engine.kind is server, but neither engine.url nor engine.launch is set"
-        yield Finding("engine.kind", what, "set engine.url to what `rlgen serve` printed, or engine.launch to true")
+    if not urls and not engine.launch and not (cluster and cluster.servers):
+        start = "engine.launch" if cluster is None else "cluster.servers"
+        what = f"engine.kind is server, but neither engine.url nor {start} is set"
+        other = "engine.launch to true" if cluster is None else "cluster.servers to their number"
+        yield Finding("engine.kind", what, f"set engine.url to what `rlgen serve` printed, or {other}")
     if urls and engine.launch:
         what = "engine.url names a running server, but engine.launch is true: rlgen would start another"
         yield Finding("engine.url", what, "remove one of them")

@@ -103,7 +103,8 @@ def load_checked(launch: Launch, path: Path, options: TrainOptions, began: float
         overrides.append(f"run.steps={options.max_steps}")
     if options.run_dir is not None:
         place = Path(os.path.abspath(options.run_dir.expanduser()))  # does not resolve links: --clean must see them
-        overrides += [f"run.dir={json.dumps(str(place.parent))}", f"run.name={json.dumps(place.name)}"]
+        keys = {"dir": str(place.parent), "name": place.name}
+        overrides += [f"run.{key}={json.dumps(value, ensure_ascii=False)}" for key, value in keys.items()]
     loaded = load_recipe(path, overrides)
     if launch.rank == 0:
         check_progress(options.progress)

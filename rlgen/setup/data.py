@@ -2,7 +2,6 @@
 errors in them are reported first.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from rlgen.models.load import cached_model, check_model, load_config, load_token
 from rlgen.models.vision import FAMILIES, Vision, reads_images
 from rlgen.recipe import Recipe
 from rlgen.recipe.data import DataRecipe
-from rlgen.recipe.evaluation import data_of, eval_rewards, seed_of, temperature_of
+from rlgen.recipe.evaluation import data_of, eval_rewards, of_eval, seed_of, temperature_of
 from rlgen.recipe.models import EnvironmentRecipe, EvalRecipe, ModelRecipe, RewardRecipe, ScoringRecipe
 from rlgen.recipe.sizes import PromptLimit, eval_prompt_limit, fitted, fitted_eval, prompt_limit, what_follows
 from rlgen.rollout.conversations import Dialogue
@@ -186,11 +185,6 @@ def open_held_out(recipe: Recipe, settings: EvalRecipe, positions: int | None, t
         overlap=count,
         warnings=tuple(f"eval: {of_eval(text)}" for text in said),
     )
-
-
-def of_eval(text: str) -> str:
-    """Returns a message about keys of `data` with the same keys of `eval`."""
-    return re.sub(r"\bdata\.(source|subset|split|revision|columns|options|limit)\b", r"eval.\1", text)
 
 
 def open_dialogue(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from helpers.damage import flip
 from typer.testing import CliRunner
 
 from rlgen.cli.app import app
-from rlgen.cli.checkpoints import prune_command, verify_command
+from rlgen.cli.checkpoints import list_command, prune_command, verify_command
 from rlgen.errors import CheckpointError, UsageError
 from rlgen.run.checkpoint_folder import CheckpointFolder
 from rlgen.run.directory import RunDirectory, pinned_step
@@ -72,6 +73,10 @@ def test_verify_names_all_that_is_damaged(run: Path, capsys: pytest.CaptureFixtu
         verify_command(run, 9, True)
     with pytest.raises(UsageError, match="holds no run"):
         verify_command(run.parent, None, False)
+    shutil.rmtree(run / "checkpoints")  # to make room
+    capsys.readouterr()
+    list_command(run)
+    assert capsys.readouterr().out == f"{run}: no checkpoints\n"
     proof(str(caught.value)[-90:])
 
 

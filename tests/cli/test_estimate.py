@@ -156,6 +156,25 @@ def test_the_first_process_needs_more_where_it_copies_a_checkpoint(recipe: Path)
     assert "of the first of 2 processes" in conclusions(found)[0]
 
 
+def test_a_cluster_has_as_many_processes_as_trainers(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = "cluster={kind: ray, trainers: 4}"
+    found = report(recipe, cluster)
+    assert found["processes"]["count"] == 4 and found["micro_batch"] == report(recipe, "processes.count=4")["micro_batch"]
+    estimate_command(recipe, [*SIZES, cluster], 80, True, Machines(nodes=2, gpus=8))
+    assert json.loads(capsys.readouterr().out)["processes"]["count"] == 16
+
+
+def test_no_setting_is_advised_that_the_recipe_refuses(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def advised(*overrides: str) -> set[str]:
+        estimate_command(recipe, [*SIZES, *overrides], 80, as_json=True)
+        return {hint["setting"] for hint in json.loads(capsys.readouterr().out)["hints"]}
+
+    usual = advised("processes.count=1")
+    assert {"engine.sleep=true", "model.lora.rank=16", "processes.strategy=fsdp"} <= usual
+    assert usual - advised("rollout.stream=true") == {"engine.sleep=true", "processes.strategy=fsdp"}
+    assert usual - advised("model.dither=true") == {"model.lora.rank=16"}
+
+
 def test_published_numbers_give_a_time(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     estimate_command(recipe, SIZES, None, False, Machines(gpu="h100"))
     said = capsys.readouterr().out
@@ -185,6 +204,9 @@ def test_given_rates(recipe: Path) -> None:
     assert found["rates"]["train_token"] == pytest.approx(6 * 596_049_920 / 1e14)
     elsewhere = timed(recipe, "engine={kind: server, url: ['http://a:1', 'http://b:1']}", tokens_per_second=5e3, train_flops=1e14)
     assert elsewhere["rates"]["sync"] == pytest.approx(2 * 596_049_920 / 50e9)
+    assert elsewhere["work"]["engines"] == 2, "each address is a server"
+    pairs = "trainer={kind: online_dpo, updates_per_rollout: 3}"
+    assert timed(recipe, pairs, tokens_per_second=5000.0, train_flops=1e14)["work"]["updates"] == 3
 
 
 @pytest.mark.parametrize(

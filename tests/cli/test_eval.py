@@ -10,7 +10,9 @@ from conftest import RECIPE, read_jsonl
 from helpers.recipes import written
 from typer.testing import CliRunner
 
+from rlgen import evaluate, load_recipe
 from rlgen.cli.app import app
+from rlgen.cli.evaluate import target_of
 from rlgen.cli.train import train_command
 from rlgen.errors import CheckpointError, UsageError
 from rlgen.rollout.read import read_rollouts
@@ -102,6 +104,17 @@ def test_what_cannot_be_evaluated(run: Path, words: list[str], said: str) -> Non
     places = {"RUN": str(run), "RECIPE": str(run.parent / "recipe.yaml"), "FOLDER": str(run.parent)}
     result = invoke(*(places.get(word, word) for word in words))
     assert isinstance(result.exception, UsageError) and said in str(result.exception)
+
+
+def test_a_program_may_give_the_step_as_a_number(run: Path) -> None:
+    with pytest.raises(UsageError, match="has no checkpoint of step 7; there are 1, 2"):
+        evaluate(run, run.parent / "recipe.yaml", [EVAL], step=7)
+
+
+def test_the_recipes_own_model_is_evaluated_at_its_revision(recipe_file: Path) -> None:
+    recipe = load_recipe(recipe_file, ["model={path: owner/name, revision: abc}"])
+    assert target_of(recipe, Path("owner/name"), None).model.revision == "abc"
+    assert target_of(recipe, Path("owner/other"), None).model.revision is None
 
 
 def test_where_samples_cannot_go_is_said_before_anything_is_evaluated(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,12 @@ def test_a_run_that_lives_ends_or_is_killed(tmp_path: Path) -> None:
     assert (found["state"], found["exit_code"], found["message"], found["alive"]) == ("stopped", 75, "stopped on request", False)
 
 
+def test_a_dry_run_was_not_killed(tmp_path: Path) -> None:
+    (tmp_path / "resolved.yaml").write_text("run: {}\n")
+    found = status_of(tmp_path)
+    assert found["state"] == "not started" and "--resume" not in found["message"]
+
+
 def test_what_is_wrong_is_shown(tmp_path: Path) -> None:
     """Every broken rule in words, and the values that rules are about, as far as they were measured."""
     directory = RunDirectory.create(tmp_path / "run", "", "run: {}\n")

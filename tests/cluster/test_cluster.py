@@ -19,9 +19,12 @@ from helpers.spread import SPREAD
 from helpers.torchrun import ENVIRONMENT, farthest, nothing_is_left, same_rollouts, weights
 from helpers.waiting import HANGS, until
 
-from rlgen.cluster.driver import RAY_THREAD, WithoutRay
+from rlgen.cluster.driver import RAY_THREAD, Attempts, Command, WithoutRay
 from rlgen.files import read_json
+from rlgen.recipe import load_recipe
+from rlgen.recipe.engines import ServerEngineRecipe
 from rlgen.run.compare import first_difference
+from rlgen.run.signals import StopRequest
 
 __all__ = ["nothing_is_left"]
 # Steps of a second, so that what is to happen within one does.
@@ -146,9 +149,25 @@ def test_what_ray_prints_of_a_lost_node_is_left_out(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == "a step\n"
 
 
+def test_settings_of_servers_are_not_repeated_for_the_trainers_that_use_them(folder: Path) -> None:
+    path, listing = folder / "recipe.yaml", folder / "sérvers"
+    engine = "{kind: server, tensor_parallel_size: 2, max_num_seqs: 4, transfer: nccl, timeout: 9.0}"
+    overrides = [f"engine={engine}", "cluster={kind: ray, trainers: 2, servers: 2}"]
+    command = Command(recipe=path, overrides=overrides, first=(), again=())
+    attempts = Attempts(load_recipe(path, overrides).recipe, command, print, StopRequest(launched=False), listing=listing)
+    _, *words = attempts.words()
+    served = load_recipe(path, words[1::2]).recipe.engine
+    _, *words = attempts.words("cluster=null", attempts.found())
+    used = load_recipe(path, words[1::2]).recipe.engine
+    assert isinstance(served, ServerEngineRecipe) and isinstance(used, ServerEngineRecipe)
+    assert (served.tensor_parallel_size, served.max_num_seqs, served.transfer, served.timeout) == (2, 4, "nccl", 9.0)
+    assert (used.url, used.tensor_parallel_size, used.transfer, used.timeout) == (f"file://{listing}", 1, "nccl", 9.0)
+
+
 LONG = ("--set", "run.steps=8")
 TRAINERS = (*LONG, *ON_TWO)
-SERVED = (*LONG, "--set", "cluster={kind: ray, trainers: 2, servers: 2}", "--set", "engine={kind: server}")
+SERVED = (*LONG, "--set", "cluster={kind: ray, trainers: 2, servers: 2}")
+SERVED += ("--set", "engine={kind: server, max_num_seqs: 16}")
 BEGUN = (r"loading torch", r"sentinel: comparing", r"step 1/8", r"step 2/8", r"step 3/8")  # what a run prints, in this order
 
 

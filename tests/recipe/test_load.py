@@ -276,7 +276,8 @@ def test_compiled_layers_are_refused_beside_what_they_do_not_compute(recipe_file
         ("trainers: 2", "engine={kind: server, launch: true}", "remove engine.launch, and set cluster.servers"),
         ("servers: 1", "engine={kind: colocated}", "cluster.servers is 1, but engine.kind is colocated"),
         ("servers: 1", "engine={kind: server, url: 'http://a:1'}", "cluster.servers would start others"),
-        ("trainers: 2", "engine={kind: server}", "neither engine.url nor engine.launch is set"),
+        ("trainers: 2", "engine={kind: server}", "or cluster.servers to their number"),
+        ("servers: 2", "engine={kind: server, servers: 4}", "engine.servers has no effect with cluster.servers"),
     ],
 )
 def test_what_a_cluster_starts_differently_is_refused(recipe_file: Path, cluster: str, other: str, said: str) -> None:

@@ -96,7 +96,7 @@ def test_prove_resume_hands_on_what_was_asked_and_how_long_to_wait(monkeypatch: 
             app([*words, "--set", "run.seed=5"], standalone_mode=False)
     settings = [[of_one[at + 1] for at, word in enumerate(of_one) if word == "--set"] for of_one in started]
     assert len(settings) == 4
-    assert all(one == ["run.seed=5", "run.probe_max=true", "checkpoint.every=2"] for one in settings), settings
+    assert all(one == ["run.seed=5", "run.probe_max=true", "checkpoint.every=2", "sinks=[]"] for one in settings), settings
     assert waits == [60.0, 30.0]
 
 

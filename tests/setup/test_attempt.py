@@ -50,9 +50,9 @@ def test_the_python_api_trains_as_the_command_does(tmp_path: Path, capsys: pytes
 
 
 def test_a_dry_run_and_a_contradiction_start_nothing(recipe_file: Path) -> None:
-    options = TrainOptions(overrides=[TRANSFORMERS], max_steps=7, run_dir=recipe_file.parent / "dry")
-    written = attempt.write_resolved(recipe_file, options)
-    assert written == recipe_file.parent / "dry" / "resolved.yaml" and load_recipe(written, []).recipe.run.steps == 7
+    place = recipe_file.parent / "Läufe 🌱" / "dry"
+    written = attempt.write_resolved(recipe_file, TrainOptions(overrides=[TRANSFORMERS], max_steps=7, run_dir=place))
+    assert written == place / "resolved.yaml" and load_recipe(written, []).recipe.run.steps == 7
     with pytest.raises(UsageError, match="--clean deletes what --resume goes on from"):
         TrainOptions(clean=True, resume_step=3)
 

@@ -80,11 +80,13 @@ def test_a_mistake_names_the_key_of_eval(recipe: Path) -> None:
     ("override", "said"),
     [
         ("eval.source=heldot.jsonl", "eval.source: {folder}/heldot.jsonl does not exist; did you mean `{folder}/heldout.jsonl`?"),
+        ("eval.source=dat.jsonl", "eval.source: {folder}/dat.jsonl does not exist; did you mean `{folder}/data.jsonl`?"),
         ("eval.columns={prompt: qestion}", "eval.columns.prompt: {folder}/heldout.jsonl has no column `qestion`"),
         ("eval.rewards=[{use: 'judge.py:f'}]", "judge.py cannot be read"),
     ],
 )
 def test_validate_looks_at_the_evaluation_too(recipe: Path, override: str, said: str) -> None:
+    (recipe.parent / "data.jsonl").touch()
     result = CliRunner().invoke(app, ["validate", str(recipe), "--set", override])
     assert said.format(folder=recipe.parent) in str(result.exception) and getattr(result.exception, "exit_code", 0) == 2
 

@@ -107,3 +107,29 @@ def test_local_inputs_of_a_folder_that_was_moved_are_left_to_their_digests(
         return
     with pytest.raises(UsageError, match=re.escape(f"\n  {refused.format(old=old, new=new)}\n")):
         reopen(new / "run", loaded, loaded.resolved)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "refused"),
+    [
+        ("rollout.prompts_per_step", 2, True),
+        ("rollout.prompts_per_step", 8, False),  # the default, which the data then allow
+        ("rollout.max_completion_tokens", 6, True),
+        ("eval.max_completion_tokens", 6, True),
+        ("data.max_prompt_tokens", 64, False),  # the ids of the prompts are compared
+    ],
+)
+@pytest.mark.parametrize("older", [False, True])
+def test_a_size_that_is_no_longer_set_is_another(tmp_path: Path, key: str, value: int, refused: bool, older: bool) -> None:
+    text = "model: {path: 'tiny:qwen3'}\ndata: {source: 'task:sort'}\nrewards: [{use: exact_match}]\neval: {}\n"
+    recipe = written(tmp_path, text)
+    resolved = load_recipe(recipe, [f"{key}={value}"]).resolved
+    if older:  # it wrote sizes that follow from model and data, too, and lacks a key of today
+        resolved = resolved.replace("cluster: null\n", "")
+    RunDirectory.create(tmp_path / "run", "", resolved).close()
+    loaded = load_recipe(recipe)
+    if not refused or older:
+        reopen(tmp_path / "run", loaded, loaded.resolved).close()
+        return
+    with pytest.raises(UsageError, match=re.escape(f"\n  {key}: {value} -> unset\n")):
+        reopen(tmp_path / "run", loaded, loaded.resolved)
