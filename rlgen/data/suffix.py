@@ -163,7 +163,8 @@ class Suffixes:
     def _render(self, messages: list[dict[str, Any]], ongoing: bool, with_tools: bool = True) -> str:
         """Returns the text of a conversation. Raises Refused if the template raises anything."""
         try:
-            tools, settings = self.tools if with_tools else None, {"tokenize": False, **self.data.template_args}
+            tools = (self.tools or None) if with_tools else None  # templates may ask whether they are none
+            settings = {"tokenize": False, **self.data.template_args}
             return str(self.tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=ongoing, **settings))
         except Exception as error:  # a template is a program and may raise anything
             raise Refused(f"{type(error).__name__}: {error}") from error

@@ -283,6 +283,18 @@ def test_a_template_that_changes_a_turn_is_refused(arenas: Callable[..., EnvPool
         Suffixes(tokenizer, DataRecipe(source="x"), (), [end], "user")
 
 
+def test_a_template_that_asks_whether_there_are_tools_is_told_that_there_are_none() -> None:
+    """Those of Mistral show the tools in the last message of the user."""
+    tokenizer = tokenizer_of(FAMILIES["qwen2.5"])
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ '' if tools is none or not loop.last else '[TOOLS]' }}[{{ m.content }}]"
+        "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    suffixes = Suffixes(tokenizer, DataRecipe(source="x"), (), [end], "user")
+    assert tokenizer.decode(suffixes.ids(["environment"], ["higher"], end)) == "[higher]"
+
+
 RECIPE = """\
 run: {name: worlds, steps: 3, seed: 3}
 model: {path: "tiny:qwen3", dtype: float32}
