@@ -41,7 +41,14 @@ def as_messages(prompt: Any, data: DataRecipe, where: str) -> list[dict[str, Any
         )
     if system and prompt[0]["role"] in ("system", "developer"):
         raise DataError(f"{where}: the row has a system message of its own beside data.system; remove one of them")
-    return [*system, *map(dict, prompt)]
+    return [*system, *map(without_nulls, prompt)]
+
+
+def without_nulls(value: Any) -> Any:
+    """Returns a message without its keys of no value, which Parquet has where another row has one: templates ask for keys."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(one) for key, one in value.items() if one is not None}
+    return [without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def check_parts(message: Mapping[str, Any], where: str) -> None:

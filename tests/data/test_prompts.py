@@ -39,6 +39,18 @@ def test_chats_are_templated_once(tmp_path: Path, prompt: Any, settings: dict[st
     assert made.text == "<|im_start|>system\nbe<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_a_key_without_a_value_is_not_there(tmp_path: Path) -> None:
+    """A column of Parquet has every key in every message."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.name + ': ' if 'name' in m else '' }}{{ m.content }} {% if 'tool_calls' in m %}"
+        "{{ m.tool_calls | length }}{% endif %}{% endfor %}"
+    )
+    chat = [{**USER, "name": "Ann", "tool_calls": None}, {"role": "user", "content": "yes?", "name": None, "tool_calls": None}]
+    (made,) = stream([{"prompt": chat}], tmp_path, tokenizer).take(0, 1)
+    assert made.text == "Ann: hi yes? " and made.messages == [{**USER, "name": "Ann"}, {"role": "user", "content": "yes?"}]
+
+
 def test_a_position_is_one_integer(tmp_path: Path) -> None:
     rows = [{"prompt": f"p{i}"} for i in range(7)]
     made = stream(rows, tmp_path, seed=3)
