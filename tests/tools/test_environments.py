@@ -33,7 +33,7 @@ from rlgen.recipe import load_recipe
 from rlgen.recipe.data import DataRecipe
 from rlgen.rewards.builtin import environment
 from rlgen.rollout.conversations import Dialogue, turn_seed
-from rlgen.rollout.environment import EnvironmentTurns, observed
+from rlgen.rollout.environment import EnvironmentTurns, begin_of, first_of, observed
 from rlgen.rollout.read import read_rollouts
 from rlgen.rollout.sample import rollout, sample_seed
 from rlgen.setup import data
@@ -196,6 +196,16 @@ def test_the_first_observation_stands_in_the_prompt(arenas: Callable[..., EnvPoo
     assert [row["q"] for row in plain.rows] == ["1+1", chat] and plain.columns == ("q", "answer", "seed")
 
 
+def test_a_row_may_have_no_prompt_before_the_first_observation(arenas: Callable[..., EnvPool], tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"q": q, "answer": 2}) + "\n" for q in (None, "", [], ["no message"])))
+    arena = arenas("Told")
+    rows = observed(load_rows(DataRecipe(source=str(file), columns={"prompt": "q"}), 0), "q", arena)
+    assert [row["q"] for row in rows.rows] == [" is 2, is it?", " is 2, is it?", [], ["no message"]]
+    first = begin_of(rows.rows[0], "q"), first_of(rows.rows[0], "q"), "hello"
+    assert answered(arena.begin, 0, *first)["reward"] == 1.0  # it begins alike
+
+
 def test_what_begins_otherwise_each_time_is_refused(arenas: Callable[..., EnvPool]) -> None:
     failed = answered(arenas("Changing").begin, 0, {"prompt": "p", "seed": 1}, "1", "hello")
     assert "completions of one prompt must begin alike; derive all randomness from `seed`" in failed.message
@@ -287,7 +297,7 @@ def test_a_template_that_asks_whether_there_are_tools_is_told_that_there_are_non
     """Those of Mistral show the tools in the last message of the user."""
     tokenizer = tokenizer_of(FAMILIES["qwen2.5"])
     tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'user' %}{{ '' if tools is none or not loop.last else '[TOOLS]' }}[{{ m.content }}]"
+        "{% for m in messages %}{% if m.role == 'user' %}{{ '' if tools is none else '[TOOLS]' }}[{{ m.content }}]"
         "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
     )
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
