@@ -154,7 +154,8 @@ def test_tools_that_misbehave_are_answered_bounded_masked_and_counted(boxes: Any
     half = replied(4000, '{"name": "\\ud83d", "arguments": {}}', '{"name": "add", "arguments": {"\\ud83d": 1}}')  # of a character
     assert half.counts == {"calls": 2, "unknown": 1, "invalid": 1}
     assert [message["content"][:32] for message in half.messages[1:]] == [
-        "Error: there is no tool ?; there", "Error: the arguments do not fit:"
+        "Error: there is no tool ?; there",
+        "Error: the arguments do not fit:",
     ]
     assert answered(turns.reply, said(), 100) is None
 
