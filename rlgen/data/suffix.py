@@ -25,7 +25,7 @@ from rlgen.types import Ids, ids_of
 # Words of the conversation that stands for the real one. They are letters, which no template escapes or trims.
 USER, SAID, THOUGHT, VALUE, HOLE = "rlgenuser", "rlgensaid", "rlgenthought", "rlgenvalue", "rlgenhole"
 ASKED: dict[str, Any] = {"role": "user", "content": USER}
-ODD = 'a "b" \\ c\n{"d": [1, "é"]}'  # an answer that templates may escape
+ODD = ' a "b" \\ c\n{"d": [1, "é"]}\n'  # an answer that templates may escape or trim
 EMPTY_THINKING = re.compile(r"<think>\s*</think>\s*")
 KINDS = ("call", "plain", "thinking", "thinking in the text")
 REMEDY = "set data.chat_template to the file of another template"

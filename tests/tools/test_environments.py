@@ -94,6 +94,21 @@ class Changing:
         return "", 0.0, True
 
 
+class Numpy:
+    def reset(self, prompt):
+        pass
+
+    def step(self, message):
+        import numpy
+
+        return "", numpy.float32(0.5), numpy.bool_(len(message) < 3)
+
+
+class Gymnasium(Told):
+    def reset(self, prompt):
+        return "You see a door.", {"seed": 3}
+
+
 class Nothing:
     def reset(self, prompt):
         pass
@@ -168,6 +183,15 @@ def test_what_fails_says_why(arenas: Callable[..., EnvPool]) -> None:
     assert "step returned the reward nan; a reward is a finite number" in begun(arena, "odd").message
     assert begun(arena, "die").cause == "died"
     assert "the process that held the state of this conversation has ended" in answered(arena.step, other, "b").message
+
+
+def test_numbers_of_numpy_are_numbers(arenas: Callable[..., EnvPool]) -> None:
+    assert begun(arenas("Numpy"), "ab") == answer("", 0.5, True) and begun(arenas("Numpy"), "abc") == answer("", 0.5, False)
+
+
+def test_what_reset_returns_beside_the_observation_is_refused(arenas: Callable[..., EnvPool]) -> None:
+    failed = answered(arenas("Gymnasium").first, {"prompt": "p"})
+    assert "reset returned ('You see a door.', {'seed': 3}); return the observation alone" in failed.message
 
 
 @pytest.mark.parametrize(
@@ -303,6 +327,15 @@ def test_a_template_that_asks_whether_there_are_tools_is_told_that_there_are_non
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     suffixes = Suffixes(tokenizer, DataRecipe(source="x"), (), [end], "user")
     assert tokenizer.decode(suffixes.ids(["environment"], ["higher"], end)) == "[higher]"
+
+
+def test_an_observation_is_trimmed_where_the_template_trims() -> None:
+    tokenizer = tokenizer_of(FAMILIES["qwen2.5"])
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("message['content']", "message['content'] | trim")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    suffixes = Suffixes(tokenizer, DataRecipe(source="x"), (), [end], "user")
+    read = tokenizer.decode(suffixes.ids(["environment"], [" higher\n"], end))
+    assert read == "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
 
 
 RECIPE = """\
