@@ -80,7 +80,9 @@ class RewardModel:
         if self._settings.overlong == "error":
             raise TooLong(f"prompt and completion have {len(ids)} tokens, but the model takes {self._most}; see `overlong`")
         self._cut += 1
-        return ids[-self._most :]  # a score is read at the end
+        # A score is read at the end; that of an encoder at its first token.
+        first = ids[:1] if ids[0] in (self._tokenizer.cls_token_id, self._tokenizer.bos_token_id) else []
+        return first + ids[len(ids) - self._most + len(first) :]
 
     def _scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """Returns the scores of rows that go through the model together."""
