@@ -109,8 +109,14 @@ class Suffixes:
             names: of the tools that answer, in order.
             answers: what they answer; it is tokenised as plain text, whatever it holds.
             stop_id: the sampled id that ended the turn.
+
+        Raises SetupError if the template refuses so many answers.
         """
-        between = self._between(tuple(names), self.kinds[0])
+        try:
+            between = self._between(tuple(names), self.kinds[0])
+        except Refused as error:
+            what = f"{self.section}: the chat template refuses {len(names)} answers to a turn"
+            raise SetupError(f"{what}: {error}; {REMEDY}") from error
         shown = [answer if self.verbatim else self._shown(tuple(names), place, answer) for place, answer in enumerate(answers)]
         front = self.ends[stop_id]
         pieces = [front + ("" if between.own or front == between.end else between.end) + between.pieces[0], *between.pieces[1:]]
