@@ -23,6 +23,8 @@ def stream(rows: list[dict[str, Any]], folder: Path, tokenizer: Any = None, seed
 
 
 def test_text_is_used_as_it_is(tmp_path: Path) -> None:
+    likes = ["[1]", "[]", '[{"role": "x"}]', "[INST] a"]  # no chat
+    assert [p.text for p in stream([{"prompt": p} for p in likes], tmp_path, shuffle=False).take(0, 4)] == likes
     prompt = stream([{"prompt": "hé", "x": 3}], tmp_path).take(0, 1)[0]
     assert TOKENIZER.decode(list(prompt.prompt_ids)) == "hé" == prompt.text and len(prompt.prompt_ids) == 3
     assert prompt.columns == {"prompt": "hé", "x": 3}
@@ -95,6 +97,7 @@ def test_rows_without_a_prompt_are_left_out_and_counted(tmp_path: Path) -> None:
         ([USER, {"role": "assistant", "content": "x", "tool_calls": [{"name": "f"}]}, USER], "calls tools"),
         ([{"role": "developer", "content": "x"}, USER], "no developers here"),
         (7, "the prompt is int"),
+        ('[{"role": "user", "content": "x"}]', "the prompt is a text with a chat as JSON"),
     ],
 )
 def test_bad_rows_are_named(tmp_path: Path, value: Any, said: str, proof: Proof) -> None:
