@@ -85,6 +85,7 @@ def test_the_question_holds_prompt_completion_and_columns(server: JudgeServer) -
         (None, "3+4="),
         ([{"role": "user", "content": "three and four"}], "three and four"),
         ([{"role": "system", "content": "Count."}, {"role": "user", "content": "3"}], "system: Count.\n\nuser: 3"),
+        ([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "how many?"}]}], "[image]how many?"),
     ],
 )
 def test_the_judge_sees_a_chat_without_the_policys_template(server: JudgeServer, messages: Any, shown: str) -> None:

@@ -104,6 +104,12 @@ def test_a_row_that_is_too_long_is_an_error_or_loses_its_start(folder: Path, cap
     ]
 
 
+def test_a_prompt_with_images_is_read_as_text(folder: Path) -> None:
+    parts = [{"type": "image"}, {"type": "text", "text": "3+4="}]
+    found = scored(model_of(folder), TEXTS, [{"role": "user", "content": parts}])
+    assert found == pytest.approx(plain_scores(folder, TEXTS, [{"role": "user", "content": "[image]3+4="}]), abs=1e-5)
+
+
 def test_what_loses_its_start_keeps_the_token_before_it(folder: Path) -> None:
     """Encoders read the score there."""
     cut = model_of(folder, max_tokens=4, overlong="truncate")
