@@ -131,7 +131,8 @@ def observed(rows: Rows, column: str, arena: EnvPool) -> Rows:
     texts: list[str] = []
     replaced = False
     for start in range(0, len(rows.rows), AT_ONCE):
-        some = rows.at(range(start, min(start + AT_ONCE, len(rows.rows))))
+        read = rows.at(range(start, min(start + AT_ONCE, len(rows.rows))))
+        some = [json.loads(json.dumps(row, default=str)) for row in read]  # as conversations get them: a time is a text
         given = [{SEED_COLUMN: row_seed(place), **row} for place, row in enumerate(some, start)]
         for row in given:
             row[column] = "" if row[column] is None else row[column]
@@ -144,7 +145,7 @@ def observed(rows: Rows, column: str, arena: EnvPool) -> Rows:
                     raise ToolError("environment: reset returned a text longer than environment.max_output_tokens; raise that")
                 row |= {BEFORE: row[column], column: replaced_by(text, row[column])}
                 replaced = True
-            texts.append(json.dumps(row, default=str))
+            texts.append(json.dumps(row))
     columns = (*rows.columns, *(() if SEED_COLUMN in rows.columns else (SEED_COLUMN,)), *((BEFORE,) if replaced else ()))
     digest = hashlib.sha256(json.dumps([rows.fingerprint, texts]).encode()).hexdigest()
     held = TextRows(pyarrow.chunked_array([pyarrow.array(texts, pyarrow.large_string())]), columns)

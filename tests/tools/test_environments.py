@@ -5,11 +5,13 @@ import re
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 from conftest import read_jsonl
 from helpers.recipes import problems, written
@@ -107,6 +109,11 @@ class Numpy:
 class Gymnasium(Told):
     def reset(self, prompt):
         return "You see a door.", {"seed": 3}
+
+
+class Dated(Told):
+    def reset(self, when):
+        return f"{type(when).__name__} {when}"
 
 
 class Nothing:
@@ -228,6 +235,15 @@ def test_a_row_may_have_no_prompt_before_the_first_observation(arenas: Callable[
     assert [row["q"] for row in rows.rows] == [" is 2, is it?", " is 2, is it?", [], ["no message"]]
     first = begin_of(rows.rows[0], "q"), first_of(rows.rows[0], "q"), "hello"
     assert answered(arena.begin, 0, *first)["reward"] == 1.0  # it begins alike
+
+
+def test_reset_gets_the_same_values_each_time(arenas: Callable[..., EnvPool], tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["p"], "when": [date(2024, 1, 2)]}), tmp_path / "rows.parquet")
+    arena = arenas("Dated")
+    rows = observed(load_rows(DataRecipe(source=str(tmp_path / "rows.parquet")), 0), "prompt", arena)
+    (row,) = rows.at([0])
+    assert row["prompt"] == "str 2024-01-02"
+    assert answered(arena.begin, 0, begin_of(row, "prompt"), first_of(row, "prompt"), "hello")["reward"] == 1.0
 
 
 def test_what_begins_otherwise_each_time_is_refused(arenas: Callable[..., EnvPool]) -> None:
