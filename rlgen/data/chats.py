@@ -1,5 +1,6 @@
 """Checks the messages of prompts that are chats."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ def as_messages(prompt: Any, data: DataRecipe, where: str) -> list[dict[str, Any
     """
     system = [{"role": "system", "content": data.system}] if data.system else []
     if isinstance(prompt, str):
+        if prompt.lstrip().startswith("[") and is_chat(prompt):
+            raise DataError(f"{where}: the prompt is a text with a chat as JSON; write the list of messages itself, not its text")
         return [*system, {"role": "user", "content": prompt}] if data.chat or system else None
     if not isinstance(prompt, Sequence):
         raise DataError(f"{where}: the prompt is {type(prompt).__name__}, not a text or a list of messages")
@@ -41,7 +44,23 @@ def as_messages(prompt: Any, data: DataRecipe, where: str) -> list[dict[str, Any
         )
     if system and prompt[0]["role"] in ("system", "developer"):
         raise DataError(f"{where}: the row has a system message of its own beside data.system; remove one of them")
-    return [*system, *map(dict, prompt)]
+    return [*system, *map(without_nulls, prompt)]
+
+
+def is_chat(text: str) -> bool:
+    """Returns whether a text is a list of messages in JSON, as columns of CSV have it."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return bool(found) and all(isinstance(one, dict) and one.get("role") in ROLES and "content" in one for one in found)
+
+
+def without_nulls(value: Any) -> Any:
+    """Returns a message without its keys of no value, which Parquet has where another row has one: templates ask for keys."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(one) for key, one in value.items() if one is not None}
+    return [without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def check_parts(message: Mapping[str, Any], where: str) -> None:

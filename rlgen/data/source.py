@@ -183,18 +183,20 @@ def load_rows(data: DataRecipe, seed: int) -> Rows:
                 f"data.columns.{key}: {data.source} has no column `{column}`; {guess}it has {', '.join(rows.columns)};"
                 f" set data.columns.{key} to one of them"
             )
-    if data.columns.images is not None and isinstance(rows.rows, datasets.Dataset):
+    if isinstance(rows.rows, datasets.Dataset):
         return replace(rows, rows=undecoded(rows.rows, data.columns.images))
     return rows
 
 
-def undecoded(table: datasets.Dataset, column: str) -> datasets.Dataset:
-    """Returns a data set whose column gives images as their files have them, not as pixels."""
-    feature, kept = table.features[column], datasets.Image(decode=False)
-    if isinstance(feature, datasets.Image):
-        return table.cast_column(column, kept)
-    if isinstance(getattr(feature, "feature", None), datasets.Image):
-        return table.cast_column(column, datasets.List(kept))
+def undecoded(table: datasets.Dataset, images: str | None) -> datasets.Dataset:
+    """Returns a data set with media as their files have them: the column `images`, and sounds and videos, which need packages to
+    be decoded. Rewards get other images as pixels.
+    """
+    for name, feature in table.features.items():
+        inner = getattr(feature, "feature", feature)  # of a list
+        if getattr(inner, "decode", False) and (name == images or not isinstance(inner, datasets.Image)):
+            kept = replace(inner, decode=False)
+            table = table.cast_column(name, kept if inner is feature else datasets.List(kept))
     return table
 
 

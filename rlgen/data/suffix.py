@@ -25,7 +25,7 @@ from rlgen.types import Ids, ids_of
 # Words of the conversation that stands for the real one. They are letters, which no template escapes or trims.
 USER, SAID, THOUGHT, VALUE, HOLE = "rlgenuser", "rlgensaid", "rlgenthought", "rlgenvalue", "rlgenhole"
 ASKED: dict[str, Any] = {"role": "user", "content": USER}
-ODD = 'a "b" \\ c\n{"d": [1, "é"]}'  # an answer that templates may escape
+ODD = ' a "b" \\ c\n{"d": [1, "é"]}\n'  # an answer that templates may escape or trim
 EMPTY_THINKING = re.compile(r"<think>\s*</think>\s*")
 KINDS = ("call", "plain", "thinking", "thinking in the text")
 REMEDY = "set data.chat_template to the file of another template"
@@ -109,8 +109,14 @@ class Suffixes:
             names: of the tools that answer, in order.
             answers: what they answer; it is tokenised as plain text, whatever it holds.
             stop_id: the sampled id that ended the turn.
+
+        Raises SetupError if the template refuses so many answers.
         """
-        between = self._between(tuple(names), self.kinds[0])
+        try:
+            between = self._between(tuple(names), self.kinds[0])
+        except Refused as error:
+            what = f"{self.section}: the chat template refuses {len(names)} answers to a turn"
+            raise SetupError(f"{what}: {error}; {REMEDY}") from error
         shown = [answer if self.verbatim else self._shown(tuple(names), place, answer) for place, answer in enumerate(answers)]
         front = self.ends[stop_id]
         pieces = [front + ("" if between.own or front == between.end else between.end) + between.pieces[0], *between.pieces[1:]]
@@ -163,7 +169,8 @@ class Suffixes:
     def _render(self, messages: list[dict[str, Any]], ongoing: bool, with_tools: bool = True) -> str:
         """Returns the text of a conversation. Raises Refused if the template raises anything."""
         try:
-            tools, settings = self.tools if with_tools else None, {"tokenize": False, **self.data.template_args}
+            tools = (self.tools or None) if with_tools else None  # templates may ask whether they are none
+            settings = {"tokenize": False, **self.data.template_args}
             return str(self.tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=ongoing, **settings))
         except Exception as error:  # a template is a program and may raise anything
             raise Refused(f"{type(error).__name__}: {error}") from error

@@ -18,7 +18,7 @@ NUMBER = re.compile(
         (?P<tail>/\d+|[eE][+-]?\d{1,3}(?!\w))?""",
     re.ASCII | re.VERBOSE,
 )
-LATEX_FRACTION = re.compile(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}", re.ASCII)
+LATEX_FRACTION = re.compile(r"((?<![\w)\]}.])-)?\\[dt]?frac\{(-?\d+)\}\{(\d+)\}", re.ASCII)
 # Longer literals are ignored: exact arithmetic on them would take more than linear time.
 MAX_LITERAL = 300
 # The parser of math-verify takes exponential time in the depth of nested brackets; no real answer is that deep.
@@ -167,7 +167,7 @@ def last_number(text: str) -> Fraction | None:
 
     last_number("so 3 apples cost $1,234.50.") -> Fraction(2469, 2)
     """
-    text = LATEX_FRACTION.sub(r" \1/\2", text.replace("−", "-").replace("{,}", ","))
+    text = LATEX_FRACTION.sub(r" \1\2/\3", text.replace("−", "-").replace("{,}", ","))
     _, marker, rest = text.rpartition("####")
     match = NUMBER.match(rest.lstrip()) if marker else None
     if match is None:

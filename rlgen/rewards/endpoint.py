@@ -172,8 +172,8 @@ class Endpoint:
                     failed = Passing("no answer in time")
                 except Passing as error:
                     failed = error
-                except NoAnswer as error:
-                    self._answers.write({"failed": str(error)})
+                except (NoAnswer, asyncio.CancelledError) as error:  # another comparison of the group failed: it was sent
+                    self._answers.write({"failed": str(error) or "given up"})
                     raise
             self._answers.write({"failed": str(failed)})
             wait = max(failed.wait, pause * random.uniform(0.5, 1.0))  # not all at once; no result depends on it

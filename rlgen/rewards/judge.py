@@ -132,8 +132,14 @@ def transcript(prompt: str, messages: Sequence[Mapping[str, Any]] | None) -> str
     if messages is None:
         return prompt
     if len(messages) == 1:
-        return str(messages[0]["content"])
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+        return text_of(messages[0])
+    return "\n\n".join(f"{message['role']}: {text_of(message)}" for message in messages)
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """Returns the text of a message, with [image] in the place of each image."""
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "[image]") for part in content)
 
 
 def filled(question: str, values: Mapping[str, Any]) -> str:

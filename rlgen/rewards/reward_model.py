@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlgen.errors import RewardError
 from rlgen.recipe.judges import RewardModelArgs
-from rlgen.rewards.judge import win_rates
+from rlgen.rewards.judge import text_of, win_rates
 from rlgen.worker_pool.source import FunctionFacts
 
 if TYPE_CHECKING:
@@ -72,7 +72,8 @@ class RewardModel:
             raise RewardError("the prompt is a chat, and the reward model has no chat template; set args.chat to false")
         if chat:
             turns = [{"role": "user", "content": prompt}] if messages is None else messages
-            text = self._tokenizer.apply_chat_template([*turns, {"role": "assistant", "content": completion}], tokenize=False)
+            turns = [*({**turn, "content": text_of(turn)} for turn in turns), {"role": "assistant", "content": completion}]
+            text = self._tokenizer.apply_chat_template(turns, tokenize=False)
         ids: list[int] = self._tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"]
         self._rows += 1
         if len(ids) <= self._most:
@@ -80,7 +81,9 @@ class RewardModel:
         if self._settings.overlong == "error":
             raise TooLong(f"prompt and completion have {len(ids)} tokens, but the model takes {self._most}; see `overlong`")
         self._cut += 1
-        return ids[-self._most :]  # a score is read at the end
+        # A score is read at the end; that of an encoder at its first token.
+        first = ids[:1] if ids[0] in (self._tokenizer.cls_token_id, self._tokenizer.bos_token_id) else []
+        return first + ids[len(ids) - self._most + len(first) :]
 
     def _scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """Returns the scores of rows that go through the model together."""

@@ -137,9 +137,15 @@ class Handle:
     def proved(self, rolled: Rolled, where: str) -> Completion:
         """Checks that the engine sampled each token that is marked as sampled after the ids before it. Returns the completion.
 
-        Raises SentinelError if it did not sample one there, or with another log-prob, or if no token was sampled.
+        Raises SentinelError if it did not sample one there, or with another log-prob, or if no token was sampled; ToolError for
+        what are no lists of ids and of log-probs.
         """
-        ids, logp = ids_of(rolled.ids), np.array(rolled.logp, dtype=np.float32)  # None becomes NaN
+        try:
+            ids, logp = ids_of(rolled.ids), np.array(rolled.logp, dtype=np.float32)  # None becomes NaN
+            if ids.ndim != 1 or logp.ndim != 1:
+                raise TypeError(f"ids is a {type(rolled.ids).__name__}, logp a {type(rolled.logp).__name__}")
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ToolError(f"{where}: ids must be a list of token ids, and logp one of numbers and None: {error}") from error
         if len(logp) != len(ids):
             raise SentinelError(Fault.MISSING_LOGPROBS, f"it has {len(ids)} ids and {len(logp)} log-probs", where)
         sampled, versions = ~np.isnan(logp), np.full(len(ids), -1, dtype=np.int64)
@@ -216,8 +222,8 @@ class CustomRollout:
         except Exception as error:  # user code may raise anything
             line = user_line(error, self.use.rpartition(":")[0])
             raise ToolError(f"{where} raised {described(error)} {line}".rstrip()) from error
-        if odd := next((one for one in returned if not isinstance(one, Rolled)), None):
-            raise ToolError(f"{where} returned a {type(odd).__name__}; it must return a list of rlgen.rollout.custom.Rolled")
+        if odd := [one for one in returned if not isinstance(one, Rolled)]:
+            raise ToolError(f"{where} returned a {type(odd[0]).__name__}; it must return a list of rlgen.rollout.custom.Rolled")
         wanted = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(size)]
         there = Counter((one.prompt, one.sample) for one in returned)
         for prompt, sample in [*wanted, *there]:

@@ -131,8 +131,11 @@ def observed(rows: Rows, column: str, arena: EnvPool) -> Rows:
     texts: list[str] = []
     replaced = False
     for start in range(0, len(rows.rows), AT_ONCE):
-        some = rows.at(range(start, min(start + AT_ONCE, len(rows.rows))))
-        given = [{SEED_COLUMN: row_seed(start + place), **row} for place, row in enumerate(some)]
+        read = rows.at(range(start, min(start + AT_ONCE, len(rows.rows))))
+        some = [json.loads(json.dumps(row, default=str)) for row in read]  # as conversations get them: a time is a text
+        given = [{SEED_COLUMN: row_seed(place), **row} for place, row in enumerate(some, start)]
+        for row in given:
+            row[column] = "" if row[column] is None else row[column]
         firsts = every([begin_of(row, column) for row in given], arena.first)
         for place, (row, first) in enumerate(zip(given, firsts, strict=True), start):
             if isinstance(first, Failed):
@@ -140,15 +143,22 @@ def observed(rows: Rows, column: str, arena: EnvPool) -> Rows:
             if (text := first["text"]) is not None:
                 if first["characters"] > len(text):
                     raise ToolError("environment: reset returned a text longer than environment.max_output_tokens; raise that")
-                own = row[column]
-                new = text if isinstance(own, str) else [*own[:-1], {**own[-1], "content": text}]  # of a chat the last message
-                row |= {BEFORE: own, column: new}
+                row |= {BEFORE: row[column], column: replaced_by(text, row[column])}
                 replaced = True
-            texts.append(json.dumps(row, default=str))
+            texts.append(json.dumps(row))
     columns = (*rows.columns, *(() if SEED_COLUMN in rows.columns else (SEED_COLUMN,)), *((BEFORE,) if replaced else ()))
     digest = hashlib.sha256(json.dumps([rows.fingerprint, texts]).encode()).hexdigest()
     held = TextRows(pyarrow.chunked_array([pyarrow.array(texts, pyarrow.large_string())]), columns)
     return replace(rows, rows=held, columns=columns, fingerprint=digest)
+
+
+def replaced_by(text: str, prompt: Any) -> Any:
+    """Returns what a prompt is with this text; a chat keeps all but the text of its last message. A list that is no chat stays:
+    `build_prompts` leaves it out or refuses it.
+    """
+    if not isinstance(prompt, list):
+        return text
+    return [*prompt[:-1], {**prompt[-1], "content": text}] if prompt and isinstance(prompt[-1], dict) else prompt
 
 
 def every(rows: Sequence[dict[str, Any]], ask: Callable[[dict[str, Any], Answered], None]) -> list[dict[str, Any] | Failed]:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from rlgen.data.suffix import Suffixes, calls_of, told
-from rlgen.errors import RlgenError
+from rlgen.errors import RlgenError, SetupError
 from rlgen.recipe.data import ToolFormat
 from rlgen.rollout.turns import Answer, ConversationState, Reply
 from rlgen.tools.box import ToolAnswer, ToolBox, ToolCall
@@ -80,7 +80,11 @@ class ToolTurns:
             elif one.why:
                 counts[COUNTS[one.why]] += 1
             counts["cut"] += text != one.text or one.left_out > 0
-        ids = self.suffixes.ids(names, texts, int(talk.completion.token_ids[-1]))
+        try:
+            ids = self.suffixes.ids(names, texts, int(talk.completion.token_ids[-1]))
+        except SetupError as error:
+            answer(error)
+            return
         answer(Reply(ids=ids, counts=dict(+counts), messages=(assistant(turn), *told("tool", names, texts))))
 
     def demonstrated(self, prompts: Sequence[Prompt]) -> list[tuple[list[int], list[int]]]:

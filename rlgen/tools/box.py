@@ -16,7 +16,7 @@ from typing import Any, Literal
 from rlgen.errors import RlgenError
 from rlgen.recipe.models import ScoringRecipe, ToolRecipe
 from rlgen.tools.load import ToolSource
-from rlgen.worker_pool.failures import Failed
+from rlgen.worker_pool.failures import Failed, redact_and_shorten
 from rlgen.worker_pool.pool import CLOSED, Pool, limits_of
 from rlgen.worker_pool.stream import CallStream
 from rlgen.worker_pool.worker import WorkerCall
@@ -189,4 +189,4 @@ def answers_digest(*decides: Any) -> str:
 def no_such_tool(name: str, names: Sequence[str]) -> str:
     close = get_close_matches(name, names, n=1)
     hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
-    return f"Error: there is no tool {name[:80]}; {hint}"
+    return f"Error: there is no tool {redact_and_shorten(name, 80)}; {hint}"

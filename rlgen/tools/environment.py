@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Real
 from typing import Any, ClassVar
 
 from rlgen.errors import ToolError
@@ -164,6 +165,8 @@ async def call_in_thread(function: Callable[..., Any], /, *given: Any, **named: 
 def observation(value: Any, method: str) -> str | None:
     if value is None and method == "reset":
         return None
+    if isinstance(value, tuple) and method == "reset" and len(value) == 2 and isinstance(value[1], dict):  # as Gymnasium has it
+        raise ValueError(f"reset returned {short_repr(value)}; return the observation alone")
     try:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError) as error:
@@ -175,8 +178,8 @@ def checked_step(value: Any) -> dict[str, Any]:
     if not isinstance(value, tuple | list) or len(value) != 3:
         raise ValueError(f"step returned {short_repr(value)}, not (observation, reward, done)")
     text, reward, done = value
-    if not isinstance(reward, int | float) or not math.isfinite(reward):
+    if not isinstance(reward, Real) or not math.isfinite(reward):  # numpy's numbers, too
         raise ValueError(f"step returned the reward {short_repr(reward)}; a reward is a finite number")
-    if not isinstance(done, bool):
+    if type(done).__name__ not in ("bool", "bool_"):  # Python's, and those of numpy
         raise ValueError(f"step returned {short_repr(done)} as done; done is True or False")
-    return {"text": "" if done and text is None else observation(text, "step"), "reward": float(reward), "done": done}
+    return {"text": "" if done and text is None else observation(text, "step"), "reward": float(reward), "done": bool(done)}

@@ -95,10 +95,9 @@ def call_of(value: Any) -> Found:
         return Malformed("it is no object with a name and arguments")
     given = value.get("arguments", value.get("parameters", {}))
     if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except ValueError:
-            return Malformed("its arguments are no JSON")
+        given = json_of(given)
+    if isinstance(given, Malformed):
+        return Malformed("its arguments are no JSON")
     if not isinstance(given, dict):
         return Malformed("its arguments are no object")
     return ToolCall(value["name"], given)
@@ -161,7 +160,7 @@ def deepseek(text: str) -> list[Found]:
     before, _, after = text.partition("<｜tool▁sep｜>")
     if before.strip() == "function":
         before, _, after = after.partition("\n")
-    arguments = re.sub(r"\A\s*```(?:json)?\s*|\s*```\s*\Z", "", after)
+    arguments = after.strip().removeprefix("```json").removeprefix("```").removesuffix("```")
     return one_named(before.strip(), arguments.strip())
 
 
@@ -192,7 +191,7 @@ def convert_values(call: Found, types: Mapping[str, Mapping[str, Any]]) -> Found
 def glm(text: str) -> list[Found]:
     """Reads a name, and pairs of <arg_key> and <arg_value>."""
     name = text.partition("<arg_key>")[0].strip()
-    pair = r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"
+    pair = r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>"
     rest = re.sub(pair, "", text.strip().removeprefix(name), flags=re.S)
     if not re.fullmatch(r"[\w.-]+", name) or rest.strip():
         return [Malformed("it is no name with pairs of arg_key and arg_value")]
@@ -233,8 +232,9 @@ def lfm(text: str) -> list[Found]:
             if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
                 return [Malformed("it is no list of calls with named arguments")]
             given = {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
+            json.dumps(given, default=repr)  # messages hold it
             found.append(ToolCall(call.func.id, given))
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError) as error:
         return [Malformed(f"it cannot be read: {error}"[:SHOWN])]
     return found
 

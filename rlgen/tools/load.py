@@ -17,7 +17,7 @@ from pydantic import ConfigDict, Field, PydanticUserError, TypeAdapter, Validati
 from typing_extensions import TypedDict
 
 from rlgen.errors import ToolError
-from rlgen.worker_pool.failures import Failed, described
+from rlgen.worker_pool.failures import LONGEST_MESSAGE, Failed, described, redact_and_shorten
 from rlgen.worker_pool.find import find_function, function_facts
 from rlgen.worker_pool.source import FunctionSource, Loaded, Trade
 
@@ -64,7 +64,7 @@ def tool_text(answer: Any, size: int | None) -> dict[str, Any]:
 def tool_failure(error: BaseException) -> Failed:
     """Returns type and message of what was raised. The model reads them, so there is neither a line nor a traceback."""
     if isinstance(error, WrongArguments):
-        return Failed("arguments", str(error))
+        return Failed("arguments", redact_and_shorten(str(error), LONGEST_MESSAGE))
     return Failed("memory" if isinstance(error, MemoryError) else "error", described(error))
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow.parquet
 import pytest
 from helpers.pictures import MODEL, picture, vision
 from helpers.rows import write_lines
@@ -71,6 +72,16 @@ def test_images_of_datasets_stay_encoded(tmp_path: Path) -> None:
     table.to_parquet(tmp_path / "rows.parquet")
     prompts = stream(tmp_path / "rows.parquet").take(0, 2)
     assert [image.data for image in prompts[0].images] == [picture(3)] and prompts[1].images == ()
+
+
+@pytest.mark.parametrize("kind", ["Audio", "Video"])
+def test_sounds_and_videos_stay_encoded(tmp_path: Path, kind: str) -> None:
+    """`datasets` would need a package to decode them, although nothing asks for them."""
+    features = datasets.Features({"prompt": datasets.Value("string"), "x": getattr(datasets, kind)()})
+    table = pyarrow.table({"prompt": ["one"], "x": [{"bytes": b"RIFF", "path": None}]}, features.arrow_schema)
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    (row,) = load_rows(DataRecipe(source=str(tmp_path / "rows.parquet")), 0).at([0])
+    assert row == {"prompt": "one", "x": {"bytes": b"RIFF", "path": None}}
 
 
 def test_messages_may_say_where_images_stand(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ def stream(rows: list[dict[str, Any]], folder: Path, tokenizer: Any = None, seed
 
 
 def test_text_is_used_as_it_is(tmp_path: Path) -> None:
+    likes = ["[1]", "[]", '[{"role": "x"}]', "[INST] a"]  # no chat
+    assert [p.text for p in stream([{"prompt": p} for p in likes], tmp_path, shuffle=False).take(0, 4)] == likes
     prompt = stream([{"prompt": "hé", "x": 3}], tmp_path).take(0, 1)[0]
     assert TOKENIZER.decode(list(prompt.prompt_ids)) == "hé" == prompt.text and len(prompt.prompt_ids) == 3
     assert prompt.columns == {"prompt": "hé", "x": 3}
@@ -37,6 +39,18 @@ def test_chats_are_templated_once(tmp_path: Path, prompt: Any, settings: dict[st
     whole = TOKENIZER.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
     assert list(made.prompt_ids) == whole
     assert made.text == "<|im_start|>system\nbe<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_key_without_a_value_is_not_there(tmp_path: Path) -> None:
+    """A column of Parquet has every key in every message."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.name + ': ' if 'name' in m else '' }}{{ m.content }} {% if 'tool_calls' in m %}"
+        "{{ m.tool_calls | length }}{% endif %}{% endfor %}"
+    )
+    chat = [{**USER, "name": "Ann", "tool_calls": None}, {"role": "user", "content": "yes?", "name": None, "tool_calls": None}]
+    (made,) = stream([{"prompt": chat}], tmp_path, tokenizer).take(0, 1)
+    assert made.text == "Ann: hi yes? " and made.messages == [{**USER, "name": "Ann"}, {"role": "user", "content": "yes?"}]
 
 
 def test_a_position_is_one_integer(tmp_path: Path) -> None:
@@ -83,6 +97,7 @@ def test_rows_without_a_prompt_are_left_out_and_counted(tmp_path: Path) -> None:
         ([USER, {"role": "assistant", "content": "x", "tool_calls": [{"name": "f"}]}, USER], "calls tools"),
         ([{"role": "developer", "content": "x"}, USER], "no developers here"),
         (7, "the prompt is int"),
+        ('[{"role": "user", "content": "x"}]', "the prompt is a text with a chat as JSON"),
     ],
 )
 def test_bad_rows_are_named(tmp_path: Path, value: Any, said: str, proof: Proof) -> None:

@@ -85,6 +85,7 @@ def test_the_question_holds_prompt_completion_and_columns(server: JudgeServer) -
         (None, "3+4="),
         ([{"role": "user", "content": "three and four"}], "three and four"),
         ([{"role": "system", "content": "Count."}, {"role": "user", "content": "3"}], "system: Count.\n\nuser: 3"),
+        ([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "how many?"}]}], "[image]how many?"),
     ],
 )
 def test_the_judge_sees_a_chat_without_the_policys_template(server: JudgeServer, messages: Any, shown: str) -> None:
@@ -303,6 +304,17 @@ def test_a_comparison_without_a_verdict_fails_the_group(server: JudgeServer, sai
     server.answer = lambda question: said if answers_in(question) == ("x", "y") else "[[A]]"
     with pytest.raises(Unreadable, match="the answer holds no score"):
         compared(judge_of(server, **PAIR), "x", "y", "z")
+
+
+def test_comparisons_that_are_given_up_count_after_a_resume(server: JudgeServer, tmp_path: Path) -> None:
+    server.answer = lambda question: "neither" if len(server.bodies) == 6 and answers_in(question) == ("x", "y") else HANG
+    with pytest.raises(Unreadable):
+        compared(judge_of(server, answers=tmp_path, **PAIR), "x", "y", "z")
+    (file,) = tmp_path.iterdir()
+    assert sorted(line.get("failed", line.get("answer")) for line in lines_of(file)) == ["given up"] * 5 + ["neither"]
+    server.answer = longer
+    with pytest.raises(NoAnswer, match="budget_requests 6 is spent"):
+        compared(judge_of(server, answers=tmp_path, budget_requests=6, **PAIR), "x", "yy")
 
 
 def test_a_question_of_ones_own_may_answer_in_json(server: JudgeServer) -> None:

@@ -104,6 +104,20 @@ def test_a_row_that_is_too_long_is_an_error_or_loses_its_start(folder: Path, cap
     ]
 
 
+def test_a_prompt_with_images_is_read_as_text(folder: Path) -> None:
+    parts = [{"type": "image"}, {"type": "text", "text": "3+4="}]
+    found = scored(model_of(folder), TEXTS, [{"role": "user", "content": parts}])
+    assert found == pytest.approx(plain_scores(folder, TEXTS, [{"role": "user", "content": "[image]3+4="}]), abs=1e-5)
+
+
+def test_what_loses_its_start_keeps_the_token_before_it(folder: Path) -> None:
+    """Encoders read the score there."""
+    cut = model_of(folder, max_tokens=4, overlong="truncate")
+    cut._tokenizer.cls_token = "<|im_start|>"
+    first = cut._tokenizer.cls_token_id
+    assert cut._ids("<|im_start|>3+4=", None, "seven") == [first, *cut._tokenizer("ven")["input_ids"]]
+
+
 def test_batches_keep_to_the_budget() -> None:
     assert batches([3, 9, 4, 1, 12], 10) == [[4], [1], [2, 0], [3]]
     assert batches([], 10) == [] and batches([2, 2, 2], 6) == [[0, 1, 2]]

@@ -127,6 +127,14 @@ def test_sampled_ids_may_be_masked(engine: TransformersEngine) -> None:
         assert np.delete(one.logp, [0, 2]).tobytes() == np.delete(other.logp, [0, 2]).tobytes()
 
 
+WRONG: dict[str, dict[str, Any]] = {
+    "no logp": {"logp": None},
+    "text": {"ids": "ab"},
+    "too large": {"ids": [2**40]},
+    "nested": {"ids": [[5]]},
+}
+
+
 def changed(how: str) -> Function:
     def function(prompts: Sequence[Prompt], handle: Handle) -> list[Rolled]:
         rolled = as_it_came(prompts, handle)
@@ -167,6 +175,10 @@ def changed(how: str) -> Function:
             rolled.append(Rolled(2, 0, ids, logp))
         if how == "no record":
             rolled[3] = (ids, logp)  # type: ignore[call-overload]
+        if how == "nothing":
+            rolled[3] = None  # type: ignore[call-overload]
+        if how in WRONG:
+            rolled[0] = Rolled(0, 0, **{"ids": ids, "logp": logp, **WRONG[how]})
         if how == "raises":
             raise KeyError("x")
         if how == "asks too much":
@@ -209,6 +221,11 @@ def test_what_the_engine_did_not_sample_is_refused_with_its_place(engine: Transf
         ("missing", "returned sample 2 of prompt 1 0 times"),
         ("further", "returned sample 0 of prompt 2 1 times"),
         ("no record", "returned a tuple; it must return a list of rlgen.rollout.custom.Rolled"),
+        ("nothing", "returned a NoneType; it must return a list of rlgen.rollout.custom.Rolled"),
+        ("no logp", "sample 0: ids must be a list of token ids, .* numbers and None: ids is a list, logp a NoneType"),
+        ("text", "logp one of numbers and None: invalid literal"),
+        ("too large", "logp one of numbers and None: Python int"),
+        ("nested", "logp one of numbers and None: ids is a list, logp a list"),
         ("raises", "rollout.use mine.py:f raised KeyError: 'x'"),
         ("asks too much", "`after` has 24 ids, which leaves no room in rollout.max_completion_tokens 24"),
         ("asks beyond", "names none of the 2 prompts with 3 samples each"),

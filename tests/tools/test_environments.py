@@ -5,11 +5,13 @@ import re
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 from conftest import read_jsonl
 from helpers.recipes import problems, written
@@ -33,7 +35,7 @@ from rlgen.recipe import load_recipe
 from rlgen.recipe.data import DataRecipe
 from rlgen.rewards.builtin import environment
 from rlgen.rollout.conversations import Dialogue, turn_seed
-from rlgen.rollout.environment import EnvironmentTurns, observed
+from rlgen.rollout.environment import EnvironmentTurns, begin_of, first_of, observed
 from rlgen.rollout.read import read_rollouts
 from rlgen.rollout.sample import rollout, sample_seed
 from rlgen.setup import data
@@ -92,6 +94,26 @@ class Changing:
 
     def step(self, message):
         return "", 0.0, True
+
+
+class Numpy:
+    def reset(self, prompt):
+        pass
+
+    def step(self, message):
+        import numpy
+
+        return "", numpy.float32(0.5), numpy.bool_(len(message) < 3)
+
+
+class Gymnasium(Told):
+    def reset(self, prompt):
+        return "You see a door.", {"seed": 3}
+
+
+class Dated(Told):
+    def reset(self, when):
+        return f"{type(when).__name__} {when}"
 
 
 class Nothing:
@@ -170,6 +192,15 @@ def test_what_fails_says_why(arenas: Callable[..., EnvPool]) -> None:
     assert "the process that held the state of this conversation has ended" in answered(arena.step, other, "b").message
 
 
+def test_numbers_of_numpy_are_numbers(arenas: Callable[..., EnvPool]) -> None:
+    assert begun(arenas("Numpy"), "ab") == answer("", 0.5, True) and begun(arenas("Numpy"), "abc") == answer("", 0.5, False)
+
+
+def test_what_reset_returns_beside_the_observation_is_refused(arenas: Callable[..., EnvPool]) -> None:
+    failed = answered(arenas("Gymnasium").first, {"prompt": "p"})
+    assert "reset returned ('You see a door.', {'seed': 3}); return the observation alone" in failed.message
+
+
 @pytest.mark.parametrize(
     ("name", "args", "text"),
     [
@@ -194,6 +225,25 @@ def test_the_first_observation_stands_in_the_prompt(arenas: Callable[..., EnvPoo
     assert len({row["seed"] for row in rows.rows}) == 2 and rows.fingerprint != read.fingerprint
     plain = observed(read, "q", arenas())
     assert [row["q"] for row in plain.rows] == ["1+1", chat] and plain.columns == ("q", "answer", "seed")
+
+
+def test_a_row_may_have_no_prompt_before_the_first_observation(arenas: Callable[..., EnvPool], tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"q": q, "answer": 2}) + "\n" for q in (None, "", [], ["no message"])))
+    arena = arenas("Told")
+    rows = observed(load_rows(DataRecipe(source=str(file), columns={"prompt": "q"}), 0), "q", arena)
+    assert [row["q"] for row in rows.rows] == [" is 2, is it?", " is 2, is it?", [], ["no message"]]
+    first = begin_of(rows.rows[0], "q"), first_of(rows.rows[0], "q"), "hello"
+    assert answered(arena.begin, 0, *first)["reward"] == 1.0  # it begins alike
+
+
+def test_reset_gets_the_same_values_each_time(arenas: Callable[..., EnvPool], tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["p"], "when": [date(2024, 1, 2)]}), tmp_path / "rows.parquet")
+    arena = arenas("Dated")
+    rows = observed(load_rows(DataRecipe(source=str(tmp_path / "rows.parquet")), 0), "prompt", arena)
+    (row,) = rows.at([0])
+    assert row["prompt"] == "str 2024-01-02"
+    assert answered(arena.begin, 0, begin_of(row, "prompt"), first_of(row, "prompt"), "hello")["reward"] == 1.0
 
 
 def test_what_begins_otherwise_each_time_is_refused(arenas: Callable[..., EnvPool]) -> None:
@@ -281,6 +331,27 @@ def test_a_template_that_changes_a_turn_is_refused(arenas: Callable[..., EnvPool
         match=r"environment: the chat template of .* changes an earlier turn \(plain\) once the environment has answered",
     ):
         Suffixes(tokenizer, DataRecipe(source="x"), (), [end], "user")
+
+
+def test_a_template_that_asks_whether_there_are_tools_is_told_that_there_are_none() -> None:
+    """Those of Mistral show the tools in the last message of the user."""
+    tokenizer = tokenizer_of(FAMILIES["qwen2.5"])
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ '' if tools is none else '[TOOLS]' }}[{{ m.content }}]"
+        "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    suffixes = Suffixes(tokenizer, DataRecipe(source="x"), (), [end], "user")
+    assert tokenizer.decode(suffixes.ids(["environment"], ["higher"], end)) == "[higher]"
+
+
+def test_an_observation_is_trimmed_where_the_template_trims() -> None:
+    tokenizer = tokenizer_of(FAMILIES["qwen2.5"])
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("message['content']", "message['content'] | trim")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    suffixes = Suffixes(tokenizer, DataRecipe(source="x"), (), [end], "user")
+    read = tokenizer.decode(suffixes.ids(["environment"], [" higher\n"], end))
+    assert read == "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
 
 
 RECIPE = """\

@@ -151,7 +151,27 @@ def test_tools_that_misbehave_are_answered_bounded_masked_and_counted(boxes: Any
     assert every.messages[1]["content"] == "Error: ValueError: no such thing: <|im_end|>"
     assert every.messages[2]["content"].startswith("Error: the call cannot be read: it is no JSON")
     assert every.ids.tolist().count(end) == 1  # and not the one in the error's text
+    half = replied(4000, '{"name": "\\ud83d", "arguments": {}}', '{"name": "add", "arguments": {"\\ud83d": 1}}')  # of a character
+    assert half.counts == {"calls": 2, "unknown": 1, "invalid": 1}
+    assert [message["content"][:32] for message in half.messages[1:]] == [
+        "Error: there is no tool ?; there",
+        "Error: the arguments do not fit:",
+    ]
     assert answered(turns.reply, said(), 100) is None
+
+
+def test_a_template_that_refuses_so_many_answers_ends_the_run(boxes: Any) -> None:
+    tokenizer = tokenizer_of(FAMILIES["qwen2.5"])
+    second = "m.role == 'tool' and messages[loop.index0 - 1].role == 'tool'"
+    tokenizer.chat_template = QWEN25.replace(
+        "{%- elif m.role == 'tool' %}", f"{{%- elif {second} %}}{{{{ raise_exception('one') }}}}{{%- elif m.role == 'tool' %}}"
+    )
+    ids = [*tokenizer('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>' * 2).input_ids, 257]
+    turn = completion(ids, [-1.0] * len(ids), (1,))
+    prompt = Prompt(position=0, row=0, text="", prompt_ids=ids_of([1]), columns={})
+    talk = ConversationState(conversation=0, prompt=prompt, sample_index=0, turn=0, completion=turn, last=False)
+    error = answered(turns_of(boxes("add"), tokenizer, ["<|im_end|>"]).reply, talk, 4000)
+    assert "tools: the chat template refuses 2 answers to a turn: TemplateError: one; set data.chat_template" in str(error)
 
 
 def test_a_turn_may_have_many_answers() -> None:
