@@ -281,6 +281,7 @@ def go_on(directory: RunDirectory, checkpoints: "Checkpoints", choice: "ChosenCh
             checkpoints.folder.set_aside(later)
         with written(directory.path):
             directory.cut(choice.step)
+        directory.write_status("starting", choice.step, console.steps)
 
     processes.on_main(cut)
     console.say(f"resuming after step {choice.step}" + ("" if choice.step else ": no checkpoint was written yet"))

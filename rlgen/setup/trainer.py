@@ -9,11 +9,10 @@ import torch
 
 from rlgen.data import listed
 from rlgen.errors import SetupError
-from rlgen.files import write_text
 from rlgen.models.lora import describe
 from rlgen.models.weights import bits
 from rlgen.processes import Processes
-from rlgen.recipe import Recipe, dump_recipe
+from rlgen.recipe import Recipe
 from rlgen.rewards.score import EarlyScoring, Scorer, open_scorer
 from rlgen.rollout.custom import CustomRollout
 from rlgen.rollout.journal import Journal
@@ -75,7 +74,6 @@ def open_trainer(attempt: RunContext, between: Callable[[], None] = lambda: None
         attempt = replace(attempt, recipe=recipe)
         code = open_code(attempt, data, scorer, undo)
         digests = processes.run_all(lambda: code.digests(recipe.trainer))
-        processes.on_main(lambda: write_text(attempt.directory.resolved, dump_recipe(recipe)))
         began_with = None
         if checkpoint:
             unchanged = {} if attempt.options.changed_rewards else digests
