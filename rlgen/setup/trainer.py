@@ -20,7 +20,7 @@ from rlgen.rollout.sampler import Ahead, Sampler
 from rlgen.run.checkpoint import Checkpoints, little_space, seed_random
 from rlgen.run.checkpoint_folder import ChosenCheckpoint
 from rlgen.run.console import Console
-from rlgen.run.directory import Best, RunDirectory
+from rlgen.run.directory import RunDirectory, best_saved
 from rlgen.run.health import Health, rules_of
 from rlgen.run.manifest import check_model_files, read_manifest
 from rlgen.run.rollouts import RolloutWriter
@@ -184,7 +184,7 @@ def build_trainer(attempt: RunContext, both: TrainerAndEngine, code: UserCode, p
     )
     evaluate, held_out = None, both.data.held_out
     if code.judge is not None and held_out is not None:
-        best = processes.on_main(lambda: Best(directory.read_metrics())) if held_out.settings.best else None
+        best = processes.on_main(lambda: best_saved(directory.path)) if held_out.settings.best else None
         evaluate = build_evaluator(both, code.judge, watch, directory.evals, best, dialogue)
     sinks = open_sinks(recipe, directory, done, attempt.console.say) if processes.is_main else Sinks(recipe.run.steps)
     weights = bits(state.policy.model, processes)
