@@ -246,7 +246,7 @@ def open_journal(attempt: RunContext, both: TrainerAndEngine, code: UserCode) ->
     judge = [(reward.label, reward.sha256, reward.entry.weight) for reward in code.scorer.rewards]
     folder, say = attempt.directory.journal, attempt.console.say
     beside = [both.state.models.base, *([] if code.dialogue is None else [code.dialogue.digest])]
-    beside += [] if code.custom is None else [code.custom.use, code.custom.sha256]
+    beside += [] if code.custom is None else [Path(code.custom.use).name, code.custom.sha256]
     versions = max(1, attempt.recipe.rollout.async_steps)
     done, facts, writes = both.position.step, both.engine.facts(), both.engine_share.first
     return Journal.open(folder, done, attempt.processes, facts, judge, say, beside, versions, writes)
