@@ -387,9 +387,10 @@ def test_clean_starts_anew_and_a_finished_run_is_complete(
     folder: Path, whole: Path, capsys: pytest.CaptureFixture[str], proof: Proof
 ) -> None:
     run = folder / "run"
-    train(folder, resume=True)
+    train(folder, "run.steps=2", resume=True)
     assert f"already complete, {STEPS} steps" in capsys.readouterr().out
-    assert read_json(run / "status.json")["exit_code"] == 0
+    status = read_json(run / "status.json")
+    assert (status["exit_code"], status["step"], status["steps"]) == (0, STEPS, STEPS)
 
     def times() -> dict[Path, int]:
         return {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
