@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,9 +101,9 @@ class EnginePlan:
         return not self.on_gpu if self.enforce_eager is None else self.enforce_eager
 
     def digest(self) -> str:
-        """Returns a digest of vLLM's version and of every setting that affects completions."""
+        """Returns a digest of vLLM's version and of every setting that affects completions; the model's folder may be moved."""
         decides = {name: value for name, value in asdict(self).items() if name not in UNDECIDING}
-        return settings_digest({**decides, "enforce_eager": self.eager})
+        return settings_digest({**decides, "model": Path(self.model).name, "enforce_eager": self.eager})
 
     def kv_cache_bytes(self) -> int | None:
         """Returns the size of the KV cache in bytes, or None if vLLM takes what its share of the GPU leaves.

@@ -118,7 +118,8 @@ class Journal:
                     files.setdefault(journal_step(path) or 0, []).append(path.name)
             return files, [line for path in later if is_start(path) for line in sound_lines(path, say)]
 
-        described = {name: value for name, value in asdict(engine).items() if name not in OF_NO_LOGP}
+        of_engine = asdict(replace(engine, model=Path(engine.model).name))  # its folder may be moved
+        described = {name: value for name, value in of_engine.items() if name not in OF_NO_LOGP}
         files, starts = processes.on_main(look)
         return cls(
             folder=folder,

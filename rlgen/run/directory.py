@@ -42,6 +42,7 @@ from rlgen.files import (
 )
 from rlgen.metrics import RENAMED, Metric
 from rlgen.redact import printable_json
+from rlgen.run.checkpoint_folder import CheckpointFolder
 from rlgen.run.launch import launched_by
 
 LOCK = ".lock"
@@ -438,7 +439,12 @@ def pinned_step(run: Path) -> int | None:
     """Returns the step of the checkpoint that a run pins as its best; None: its recipe pins none, or nothing was evaluated."""
     import yaml
 
-    resolved = run / "resolved.yaml"
-    recipe = yaml.safe_load(read_bytes(resolved)) if resolved.is_file() else None
+    recipe = yaml.safe_load(read_bytes(resolved)) if (resolved := run / "resolved.yaml").is_file() else None
     held = recipe.get("eval") if isinstance(recipe, dict) else None
-    return Best(read_records(run / "metrics.jsonl")).step if isinstance(held, dict) and held.get("best") else None
+    return best_saved(run).step if isinstance(held, dict) and held.get("best") else None
+
+
+def best_saved(run: Path) -> Best:
+    """Returns the best of the steps that have a checkpoint. One that was best while the recipe pinned none may have none."""
+    saved = CheckpointFolder(run / "checkpoints").steps()
+    return Best(record for record in read_records(run / "metrics.jsonl") if record[Metric.STEP] in saved)

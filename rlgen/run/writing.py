@@ -27,7 +27,7 @@ from rlgen.errors import CheckpointError, DivergedError, Fault, SentinelError
 from rlgen.files import appears, flush_to_disk, read_json, write_json, written
 from rlgen.models.load import WEIGHT_SHARDS
 from rlgen.models.lora import is_adapted, save_adapter
-from rlgen.models.weights import tensors_digest, non_finite, own_tensors
+from rlgen.models.weights import non_finite, own_tensors, tensors_digest
 from rlgen.processes import Processes
 from rlgen.run.clock import PhaseClock
 from rlgen.run.manifest import File, hashed, seal

@@ -180,9 +180,9 @@ def run_with_status(
         if is_main:
             directory.write_status("starting", step, steps)
         with nullcontext() if processes is None else processes.reporting_once():
-            run(loaded, directory, options, processes, stop)
+            trained = run(loaded, directory, options, processes, stop)
         if is_main:
-            directory.write_status("done", steps, steps, exit_code=0)
+            directory.write_status("done", trained, trained, exit_code=0)
     except BaseException as error:
         state, code = ended_as(error)
         message = str(error) or ("stopped at once; --resume goes on from the last checkpoint" if code == 130 else "")
@@ -200,8 +200,10 @@ def run_with_status(
 
 def run(
     loaded: LoadedRecipe, directory: RunDirectory, options: TrainOptions, launched: "Processes | None", stop: StopRequest
-) -> None:
-    """Opens the console, and trains. What libraries print goes to the run's logs."""
+) -> int:
+    """Opens the console, and trains. What libraries print goes to the run's logs. Returns the last step, which an earlier attempt
+    may have trained.
+    """
     recipe, rank = loaded.recipe, launched.rank if launched else 0
     console = open_console(options.progress, recipe, quiet=rank != 0)
     stop.answer = console.answer
@@ -221,7 +223,7 @@ def run(
         choice = checkpoints.choose(options.resume_step)
         if choice.step >= recipe.run.steps:
             console.say(f"{directory.path}: already complete, {choice.step} steps")
-            return
+            return choice.step
         if options.resumes:
             go_on(directory, checkpoints, choice, console)
             hidden.to(directory.logs / f"output{of_rank}")  # the earlier attempt's was set aside
@@ -235,6 +237,7 @@ def run(
             recipe=recipe, directory=directory, console=console, processes=processes, start=choice, options=options
         )
         learn(attempt, stop)
+        return recipe.run.steps
 
 
 class OutputToFile(ExitStack):
@@ -282,6 +285,7 @@ def go_on(directory: RunDirectory, checkpoints: "Checkpoints", choice: "ChosenCh
             checkpoints.folder.set_aside(later)
         with written(directory.path):
             directory.cut(choice.step)
+        directory.write_status("starting", choice.step, console.steps)
 
     processes.on_main(cut)
     console.say(f"resuming after step {choice.step}" + ("" if choice.step else ": no checkpoint was written yet"))

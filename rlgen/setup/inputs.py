@@ -7,7 +7,8 @@ from typing import Any
 from rlgen.algorithms.own import OwnAlgorithm
 from rlgen.engines.base import EngineInfo
 from rlgen.errors import DataError, UsageError
-from rlgen.files import write_json
+from rlgen.files import write_json, write_text
+from rlgen.recipe import dump_recipe
 from rlgen.recipe.trainers import OwnRecipe, TrainerRecipe
 from rlgen.rewards.score import Scorer
 from rlgen.rollout.conversations import Dialogue
@@ -111,7 +112,7 @@ def record_attempt(
     notices: Sequence[str],
     engine: EngineInfo,
 ) -> None:
-    """Appends the facts of this attempt to `provenance.json`."""
+    """Appends the facts of this attempt to `provenance.json`, and writes its `resolved.yaml`, with every size."""
     data, held_out = both.data, both.data.held_out
     entry = {
         **provenance(),
@@ -127,4 +128,6 @@ def record_attempt(
         "from_step": both.position.step,
         "notices": list(notices),
     }
-    write_json(directory.provenance, [*directory.attempts(directory.path), entry])
+    attempts = directory.attempts(directory.path)
+    write_text(directory.resolved, dump_recipe(data.recipe))
+    write_json(directory.provenance, [*attempts, entry])

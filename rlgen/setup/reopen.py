@@ -10,7 +10,6 @@ import yaml
 
 from rlgen.callbacks import Callback
 from rlgen.errors import RlgenError, UsageError
-from rlgen.files import write_text
 from rlgen.recipe import LoadedRecipe, Recipe, load_recipe
 from rlgen.recipe.paths import local_inputs
 from rlgen.recipe.sizes import FOLLOWING
@@ -70,13 +69,19 @@ PLAIN = TrainOptions()
 
 def open_directory(loaded: LoadedRecipe, options: TrainOptions) -> RunDirectory:
     """Opens the run's directory, on rank 0."""
-    path, resolved = loaded.recipe.run_path, loaded.resolved
+    path = loaded.recipe.run_path
     not_a_file(path)
     if options.resumes:
-        return reopen(path, loaded, resolved)
+        return reopen(path, loaded)
     if options.clean:
+        inside = [loc for loc, text, _ in local_inputs(loaded.recipe) if path.resolve() in Path(text).parents]
+        if inside:
+            raise UsageError(
+                f"--clean: {path} holds {'.'.join(map(str, inside[0]))} of this recipe; nothing was deleted. Move it away, or set"
+                " run.name"
+            )
         RunDirectory.clean(path)
-    return RunDirectory.create(path, loaded.text, resolved)
+    return RunDirectory.create(path, loaded.text, loaded.resolved)
 
 
 def not_a_file(path: Path) -> None:
@@ -111,8 +116,10 @@ def after_restart(path: Path, options: TrainOptions) -> TrainOptions:
     return replace(options, resume=True, clean=False, resume_step=None if begun else options.resume_step)
 
 
-def reopen(path: Path, loaded: LoadedRecipe, resolved: str) -> RunDirectory:
-    """Opens the directory of an earlier attempt of the same run."""
+def reopen(path: Path, loaded: LoadedRecipe) -> RunDirectory:
+    """Opens the directory of an earlier attempt of the same run. `resolved.yaml` stays until this attempt begins to train: a
+    mistake in what may change is then no part of the run.
+    """
     directory = RunDirectory.reopen(path)
     try:
         # Read as a recipe: an older rlgen wrote keys that have another name today, and lacked keys that were added since.
@@ -120,7 +127,7 @@ def reopen(path: Path, loaded: LoadedRecipe, resolved: str) -> RunDirectory:
         older = by_key(before).keys() - by_key(yaml.safe_load(directory.resolved.read_text(encoding="utf-8"))).keys()
         # An evaluation does not affect training, so that a run that had none may get one.
         steps = ("run.steps",) if loaded.recipe.optim.schedule == "constant" else ()
-        free, now = (*steps, *MAY_CHANGE, *(("eval",) if before.get("eval") is None else ())), yaml.safe_load(resolved)
+        free, now = (*steps, *MAY_CHANGE, *(("eval",) if before.get("eval") is None else ())), yaml.safe_load(loaded.resolved)
         # Without a checkpoint nothing is resumed, and no digest compared.
         others = moved(loaded.recipe, before, now) if any(directory.checkpoints.glob("step_*")) else ()
         sizes = FOLLOWING if older else kept_sizes(loaded.recipe, before)  # an older rlgen wrote those that it had fitted
@@ -131,7 +138,6 @@ def reopen(path: Path, loaded: LoadedRecipe, resolved: str) -> RunDirectory:
                 + f"\nOnly {', '.join(key.removesuffix('.') for key in free)} may change. Undo this, or start a new run"
                 f" from its weights, with model.path: {path}/checkpoints/step_N and another run.name"
             )
-        write_text(directory.resolved, resolved)
     except BaseException:
         directory.close()
         raise

@@ -9,11 +9,10 @@ import torch
 
 from rlgen.data import listed
 from rlgen.errors import SetupError
-from rlgen.files import write_text
 from rlgen.models.lora import describe
 from rlgen.models.weights import bits
 from rlgen.processes import Processes
-from rlgen.recipe import Recipe, dump_recipe
+from rlgen.recipe import Recipe
 from rlgen.rewards.score import EarlyScoring, Scorer, open_scorer
 from rlgen.rollout.custom import CustomRollout
 from rlgen.rollout.journal import Journal
@@ -21,7 +20,7 @@ from rlgen.rollout.sampler import Ahead, Sampler
 from rlgen.run.checkpoint import Checkpoints, little_space, seed_random
 from rlgen.run.checkpoint_folder import ChosenCheckpoint
 from rlgen.run.console import Console
-from rlgen.run.directory import Best, RunDirectory
+from rlgen.run.directory import RunDirectory, best_saved
 from rlgen.run.health import Health, rules_of
 from rlgen.run.manifest import check_model_files, read_manifest
 from rlgen.run.rollouts import RolloutWriter
@@ -75,7 +74,6 @@ def open_trainer(attempt: RunContext, between: Callable[[], None] = lambda: None
         attempt = replace(attempt, recipe=recipe)
         code = open_code(attempt, data, scorer, undo)
         digests = processes.run_all(lambda: code.digests(recipe.trainer))
-        processes.on_main(lambda: write_text(attempt.directory.resolved, dump_recipe(recipe)))
         began_with = None
         if checkpoint:
             unchanged = {} if attempt.options.changed_rewards else digests
@@ -186,7 +184,7 @@ def build_trainer(attempt: RunContext, both: TrainerAndEngine, code: UserCode, p
     )
     evaluate, held_out = None, both.data.held_out
     if code.judge is not None and held_out is not None:
-        best = processes.on_main(lambda: Best(directory.read_metrics())) if held_out.settings.best else None
+        best = processes.on_main(lambda: best_saved(directory.path)) if held_out.settings.best else None
         evaluate = build_evaluator(both, code.judge, watch, directory.evals, best, dialogue)
     sinks = open_sinks(recipe, directory, done, attempt.console.say) if processes.is_main else Sinks(recipe.run.steps)
     weights = bits(state.policy.model, processes)
@@ -248,7 +246,7 @@ def open_journal(attempt: RunContext, both: TrainerAndEngine, code: UserCode) ->
     judge = [(reward.label, reward.sha256, reward.entry.weight) for reward in code.scorer.rewards]
     folder, say = attempt.directory.journal, attempt.console.say
     beside = [both.state.models.base, *([] if code.dialogue is None else [code.dialogue.digest])]
-    beside += [] if code.custom is None else [code.custom.use, code.custom.sha256]
+    beside += [] if code.custom is None else [Path(code.custom.use).name, code.custom.sha256]
     versions = max(1, attempt.recipe.rollout.async_steps)
     done, facts, writes = both.position.step, both.engine.facts(), both.engine_share.first
     return Journal.open(folder, done, attempt.processes, facts, judge, say, beside, versions, writes)

@@ -65,7 +65,7 @@ def open_arena(settings: EnvironmentRecipe, scoring: ScoringRecipe, output: Path
         for pool in pools:
             pool.start()  # all of them import at the same time
         found = [pool.facts()[0] for pool in pools]
-        digest = answers_digest(settings.model_dump(mode="json"), found[0].sha256)
+        digest = answers_digest([settings], found[0].sha256)
         return EnvPool(settings, digest, Calls(pools, "environment answers"))
     except BaseException:
         for pool in pools:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlgen.errors import RlgenError
-from rlgen.recipe.models import ScoringRecipe, ToolRecipe
+from rlgen.recipe.models import EnvironmentRecipe, ScoringRecipe, ToolRecipe
 from rlgen.tools.load import ToolSource
 from rlgen.worker_pool.failures import Failed, redact_and_shorten
 from rlgen.worker_pool.pool import CLOSED, Pool, limits_of
@@ -167,7 +167,7 @@ def open_tools(entries: Sequence[ToolRecipe], scoring: ScoringRecipe, output: Pa
     try:
         facts = pool.facts()
         schemas = tuple(fact.schema for fact in facts if fact.schema is not None)
-        digest = answers_digest([entry.model_dump(mode="json") for entry in entries], schemas, [fact.sha256 for fact in facts])
+        digest = answers_digest(entries, schemas, [fact.sha256 for fact in facts])
         return ToolBox(tuple(entries), schemas, digest, Calls([pool], "tool answers"))
     except BaseException:
         pool.close()
@@ -182,8 +182,10 @@ def schemas_of(entries: Sequence[ToolRecipe], scoring: ScoringRecipe) -> tuple[d
         return box.schemas
 
 
-def answers_digest(*decides: Any) -> str:
-    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+def answers_digest(entries: Sequence[ToolRecipe | EnvironmentRecipe], *decides: Any) -> str:
+    """Returns a digest of entries of a recipe, whose files may be moved to another folder, and of what else decides answers."""
+    written = [{**entry.model_dump(mode="json"), "use": Path(entry.use).name} for entry in entries]
+    return hashlib.sha256(json.dumps([written, *decides], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def no_such_tool(name: str, names: Sequence[str]) -> str:

@@ -64,7 +64,7 @@ class Trainer:
         Raises:
             Stopped: a process was asked to stop; a checkpoint of the last trained step is written.
             RlgenError: a part of the step failed; raised in all processes. The last checkpoint is intact, and after a failure
-                of the engine it is of the last trained step.
+                of the engine it is of the last trained step, unless that is still to be evaluated.
         """
         self.evaluate_first(start, stop)
         guard = Guard(save=self.save, early=self.collect.early, start=start, stop=stop, shared=self.collect.engine_share.shared)
@@ -96,7 +96,7 @@ class Trainer:
         the metrics that were measured.
 
         An engine that does not confirm the weights, or has others, ends the run, but the trained step is kept. So its error is
-        returned and not raised: the caller saves first.
+        returned and not raised: the caller saves first. It is raised if an evaluation is due, which a resumed run must repeat.
         """
         with clock(Metric.TIME_GENERATE):
             self.processes.run_all(self.collect.sampler.before_sync, keepalive=True)
@@ -112,6 +112,8 @@ class Trainer:
             except EngineError as error:
                 if isinstance(error, SentinelError):
                     self.save.invalidate_samples(step + 1)
+                if self.evaluate is not None and self.evaluate.due(step):
+                    raise  # saved, the step would never be evaluated; a resumed run trains it again, on the same samples
                 return error, probed
         return None, {**probed, **self.evaluated(step, clock)}
 

@@ -119,4 +119,6 @@ def test_the_best_one_is_never_pruned(run: Path, capsys: pytest.CaptureFixture[s
     assert pinned_step(run) is None
     prune_command(run, 1, True)
     assert names(run) == ["step_000004"]
+    (run / "resolved.yaml").write_text("eval: {best: true}\n")
+    assert pinned_step(run) == 4, "step 2 is better, but gone"
     proof("of steps 1 to 4, step 2 is the best: rotated and pruned to steps 2 and 4")

@@ -161,7 +161,7 @@ def test_settings_of_servers_are_not_repeated_for_the_trainers_that_use_them(fol
     used = load_recipe(path, words[1::2]).recipe.engine
     assert isinstance(served, ServerEngineRecipe) and isinstance(used, ServerEngineRecipe)
     assert (served.tensor_parallel_size, served.max_num_seqs, served.transfer, served.timeout) == (2, 4, "nccl", 9.0)
-    assert (used.url, used.tensor_parallel_size, used.transfer, used.timeout) == (f"file://{listing}", 1, "nccl", 9.0)
+    assert (used.url, used.tensor_parallel_size, used.transfer, used.timeout) == (listing.as_uri(), 1, "nccl", 9.0)
 
 
 LONG = ("--set", "run.steps=8")

@@ -71,6 +71,7 @@ def test_every_field_has_another_value() -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_field_changes_the_digest_unless_it_decides_no_answer(name: str) -> None:
     assert (replace(PLAN, **{name: OTHERS[name]}).digest() == PLAN.digest()) is (name in UNDECIDING)
+    assert replace(PLAN, model="/moved/tiny").digest() == PLAN.digest()
 
 
 def test_a_digest_is_of_what_is_meant() -> None:

@@ -332,8 +332,14 @@ def test_it_costs_little(tmp_path: Path) -> None:
 
 def test_facts_that_change_no_log_prob_leave_answers_as_they_are(tmp_path: Path) -> None:
     answer_one(opened(tmp_path), 1, 0, completion((-1.0,)))
-    changes = [{"max_model_len": 9}, {"cache_block": 9}, {"experts": True}, {"plan": "another"}]
-    for change, same in zip(changes, (True, True, True, False), strict=True):
+    changes = [
+        {"max_model_len": 9},
+        {"cache_block": 9},
+        {"experts": True},
+        {"model": f"/moved/{FACTS.model}"},
+        {"plan": "another"},
+    ]
+    for change, same in zip(changes, (True, True, True, True, False), strict=True):
         again = attempt(tmp_path, facts=replace(FACTS, **change))
         again.starts_from(0, "w0")
         assert bool(found(again)) == same, change

@@ -250,8 +250,11 @@ def test_what_was_changed_is_shown_and_rewards_need_a_word(
         train(folder, "optim.schedule=linear", "run.steps=5", resume=True)
     code.write_text(SPREAD + "# edited\n")
     with pytest.raises(UsageError, match=r"reward spread .*, or a module beside it, was edited .* --allow-changed") as caught:
-        train(folder, "run.steps=5", resume=True)
-    assert read_json(run / "status.json")["exit_code"] == 2
+        train(folder, "run.steps=5", resume_step=2)
+    status = read_json(run / "status.json")
+    assert (status["exit_code"], status["step"], status["steps"]) == (2, 2, 5), (
+        "what was trained after step 2 is no longer part of it"
+    )
     train(folder, "run.steps=5", resume=True, changed_rewards=True)
     first, last = (read_json(run / "provenance.json")[place]["rewards"] for place in (0, -1))
     assert first != last and [record["step"] for record in read_jsonl(run / "metrics.jsonl")] == [1, 2, 3, 4, 5]
@@ -384,9 +387,10 @@ def test_clean_starts_anew_and_a_finished_run_is_complete(
     folder: Path, whole: Path, capsys: pytest.CaptureFixture[str], proof: Proof
 ) -> None:
     run = folder / "run"
-    train(folder, resume=True)
+    train(folder, "run.steps=2", resume=True)
     assert f"already complete, {STEPS} steps" in capsys.readouterr().out
-    assert read_json(run / "status.json")["exit_code"] == 0
+    status = read_json(run / "status.json")
+    assert (status["exit_code"], status["step"], status["steps"]) == (0, STEPS, STEPS)
 
     def times() -> dict[Path, int]:
         return {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file() and path.name != ".lock"}

@@ -15,7 +15,7 @@ from rlgen.files import read_json, write_json
 from rlgen.recipe import load_recipe
 from rlgen.run.directory import RunDirectory
 from rlgen.run.launch import launched_by
-from rlgen.setup.reopen import TrainOptions, after_restart, goes_on, reopen
+from rlgen.setup.reopen import TrainOptions, after_restart, goes_on, open_directory, reopen
 
 
 def test_a_restart_goes_on_with_its_own_run_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,11 +102,11 @@ def test_local_inputs_of_a_folder_that_was_moved_are_left_to_their_digests(
     old.rename(new)
     loaded = load_recipe(new / "recipe.yaml", [override.format(new=new)])
     if refused is None:
-        reopen(new / "run", loaded, loaded.resolved).close()
-        assert f"source: {new}/train.jsonl" in (new / "run" / "resolved.yaml").read_text()
+        reopen(new / "run", loaded).close()
+        assert f"source: {old}/train.jsonl" in (new / "run" / "resolved.yaml").read_text(), "until the attempt begins to train"
         return
     with pytest.raises(UsageError, match=re.escape(f"\n  {refused.format(old=old, new=new)}\n")):
-        reopen(new / "run", loaded, loaded.resolved)
+        reopen(new / "run", loaded)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,23 @@ def test_a_size_that_is_no_longer_set_is_another(tmp_path: Path, key: str, value
     RunDirectory.create(tmp_path / "run", "", resolved).close()
     loaded = load_recipe(recipe)
     if not refused or older:
-        reopen(tmp_path / "run", loaded, loaded.resolved).close()
+        reopen(tmp_path / "run", loaded).close()
         return
     with pytest.raises(UsageError, match=re.escape(f"\n  {key}: {value} -> unset\n")):
-        reopen(tmp_path / "run", loaded, loaded.resolved)
+        reopen(tmp_path / "run", loaded)
+
+
+def test_clean_keeps_what_the_new_run_reads(tmp_path: Path) -> None:
+    first = load_recipe(written(tmp_path, of_rows("train.jsonl")))
+    run = RunDirectory.create(tmp_path / "run", "", first.resolved)
+    run.write_status("done", 1, 1, 0)
+    model = run.checkpoints / "step_000001"
+    model.mkdir()
+    run.close()
+    place = [f"run.dir={tmp_path}", "run.name=run"]
+    loaded = load_recipe(tmp_path / "recipe.yaml", [*place, f"model.path={model}"])
+    with pytest.raises(UsageError, match=r"--clean: .*/run holds model\.path of this recipe; nothing was deleted"):
+        open_directory(loaded, TrainOptions(clean=True))
+    assert model.exists() and run.status_file.exists()
+    open_directory(load_recipe(tmp_path / "recipe.yaml", place), TrainOptions(clean=True)).close()
+    assert not model.exists()

@@ -13,8 +13,9 @@ from tool_files import asked, boxes, turns_of
 from tool_templates import FAMILIES, tokenizer_of
 
 from rlgen.errors import ToolError
+from rlgen.recipe.models import ToolRecipe
 from rlgen.setup.inputs import in_words
-from rlgen.tools.box import ToolAnswer, ToolBox, ToolCall
+from rlgen.tools.box import ToolAnswer, ToolBox, ToolCall, answers_digest
 
 __all__ = ["boxes"]
 Boxes = Callable[..., ToolBox]
@@ -136,6 +137,8 @@ def test_code_that_has_changed_is_an_error(boxes: Boxes, tmp_path: Path) -> None
 def test_the_digest_is_of_all_that_decides_answers(boxes: Boxes) -> None:
     add = boxes("add").digest
     assert add not in {boxes({"use": "add", "timeout": 3.0}).digest, boxes("echo").digest}
+    here, moved, other = (answers_digest([ToolRecipe(use=use)]) for use in ("/a/t.py:add", "/b/t.py:add", "/a/t.py:echo"))
+    assert here == moved != other
 
 
 def test_the_code_of_each_tool_is_known_by_its_hash(boxes: Boxes) -> None:

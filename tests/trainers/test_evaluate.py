@@ -12,10 +12,11 @@ from helpers.before import before
 from helpers.slow import slow_but
 
 from rlgen.cli.train import train_command
-from rlgen.errors import SentinelError, UsageError
+from rlgen.errors import DataError, EngineError, SentinelError, UsageError
 from rlgen.files import read_json
 from rlgen.rollout.read import read_rollouts, rollout_steps
 from rlgen.run.compare import checkpoint_differences, first_difference, rollout_differences
+from rlgen.trainers import loop
 from rlgen.trainers.report import Reporter
 
 Proof = Callable[[str], None]
@@ -111,6 +112,9 @@ def test_an_evaluated_run_that_fails_and_is_resumed_is_the_undisturbed_one(
 def test_a_run_that_had_none_may_get_an_evaluation(run: Path) -> None:
     """Training does not notice; what is evaluated from then on is what would have been."""
     train(run.parent, "added", "run.steps=2")
+    (run.parent / "held.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+    with pytest.raises(DataError, match="has no column `question`"):  # a mistake in it does not become a part of the run
+        train(run.parent, "added", "eval={source: held.jsonl, columns: {prompt: question}}", resume=True)
     added = train(run.parent, "added", f"eval={EVAL}", resume=True)
     assert list(rollout_differences("rollouts", run, added)) == list(checkpoint_differences(run, added)) == []
     records = {record["step"]: record for record in read_jsonl(added / "metrics.jsonl")}
@@ -119,6 +123,21 @@ def test_a_run_that_had_none_may_get_an_evaluation(run: Path) -> None:
     assert without(records[4], "time/") == without(whole, "time/")
     with pytest.raises(UsageError, match=r"eval.limit: 5 -> 4"):
         train(run.parent, "added", f"eval={EVAL}".replace("limit: 5", "limit: 4"), resume=True)
+
+
+@pytest.mark.parametrize("fatal", slow_but([2, 4], 4))
+def test_an_engine_that_fails_before_an_evaluation_costs_no_evaluation(
+    run: Path, fatal: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(engine: Any, model: Any, step: int, *_: Any) -> None:
+        if step == fatal:
+            raise EngineError("planted")
+
+    with monkeypatch.context() as patch, pytest.raises(EngineError, match="planted"):
+        before(loop, "send_weights", fail, patch.setattr)
+        train(run.parent, f"unsent_{fatal}", f"eval={EVAL}")
+    failed = train(run.parent, f"unsent_{fatal}", f"eval={EVAL}", resume=True)
+    assert first_difference(run, failed) is None
 
 
 def test_the_comparison_of_runs_sees_evaluations(run: Path) -> None:
