@@ -90,6 +90,37 @@ def test_what_the_model_wrote_is_never_markup(run: Path, proof: Proof) -> None:
     proof(f"a completion of {len(HOSTILE)} characters of markup is in the page's data, and nowhere in its markup")
 
 
+def test_numbers_that_a_browser_cannot_read_are_texts(tmp_path: Path) -> None:
+    """JSON.parse refuses NaN, and rounds integers of more than 53 bits: in the data set, and in the call of a tool."""
+    run = make_run(tmp_path / "mine", steps=1)
+    call = {"function": {"name": "add", "arguments": {"a": float("nan"), "b": 2**60 + 1}}}
+    talk = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "name": "add", "content": "é"}]
+    write_rows(
+        run,
+        1,
+        [Row()],
+        1,
+        Words.of(run / "checkpoints" / "step_000001"),
+        score=[float("nan")],
+        id=[2**60 + 1],
+        nested=[{"a": [0.5, float("inf")]}],
+        messages=[json.dumps(talk)],
+        tool_counts=[[]],
+    )
+    found = json.loads(unpacked(parts(report(run))["texts-0"]), parse_constant=pytest.fail)
+    assert found["prompts"][0]["data"] == {
+        "answer": "2",
+        "score": "NaN",
+        "id": "1152921504606846977",
+        "nested": '{"a": [0.5, Infinity]}',
+    }
+    said = '{"name": "add", "arguments": {"a": NaN, "b": 1152921504606846977}}'
+    assert [(one["role"], one["name"], one["text"]) for one in found["messages"][0]] == [
+        ("assistant", None, said),
+        ("tool", "add", "é"),
+    ]
+
+
 def test_an_island_holds_any_text() -> None:
     value = {"a": "</script>\u2028\ud800<!--&", "b": [1.5, None, True]}
     text = island(value)
