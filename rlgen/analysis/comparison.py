@@ -186,7 +186,7 @@ def measure_of(group: RunGroup, metric: str) -> tuple[Any, bool]:
     if metric.startswith("eval/") and recipe.eval is not None:
         data, rewards = data_of(recipe.eval, data), eval_rewards(recipe.eval, rewards)
     named = [one for one in rewards if metric.endswith(f"reward/{one.label}/mean")]
-    scored = [(one.use, one.args) for one in named] or [(one.use, one.args, one.weight) for one in rewards]
+    scored = [(one.use, one.args, None if named else one.weight) for one in named or rewards]
     measured = data.source, data.subset, data.split, data.options, scored
     return measured, BETTER.fullmatch(metric) is not None and all(one.weight >= 0 for one in named)
 

@@ -16,7 +16,7 @@ import pytest
 from conftest import Proof, read_jsonl
 from helpers.browser import browser, console, needs_browser, open_page, requests, texts_of, wait
 from helpers.rollouts import rollout_rows
-from helpers.runs import Row, Words, make_run, write_rows
+from helpers.runs import Row, Words, bare_run, make_run, write_rows
 from selenium.webdriver import Chrome
 from typer.testing import CliRunner
 
@@ -259,6 +259,13 @@ def test_verdicts_are_those_of_the_rules(tmp_path: Path) -> None:
     assert bad == [("truncated", "broken", [8]), ("entropy", "was broken", [4, 5])]
     assert {one.state for one in verdicts[2:]} == {"well", "not measured"}
     assert summary_of(read_run(path), verdicts)[2].note == "truncated"
+
+
+def test_a_run_that_was_killed_is_not_running(tmp_path: Path) -> None:
+    """Its status still says so. The lock that the kernel has freed says better."""
+    page = report(bare_run(tmp_path / "dead", [0.1] * 3, steps=9, state="running"))
+    state = json.loads(parts(page)["facts"])["state"]
+    assert (state["name"], state["step"], state["steps"]) == ("killed", 3, 9) and "--resume" in state["message"]
 
 
 @pytest.mark.fault(83)
