@@ -373,6 +373,14 @@ def test_labels_of_an_axis_differ_and_what_rounding_moves_is_flat(run: Path, dri
 
 
 @needs_browser
+def test_a_value_between_gaps_is_a_dot(run: Path, driver: Chrome) -> None:
+    open_page(driver, run / "report.html")
+    chart = "new Chart({title: '', x: [1, 2, 3, 4], lines: []}, {weight: 0, point() {}})"
+    draw = f"const chart = {chart}; chart.x = (x) => x; chart.y = (y) => y; return chart.line(arguments[0], '').getAttribute('d')"
+    assert driver.execute_script(draw, [5, None, 6, 7]) == "M1.0 5.0h0M3.0 6.0h0L4.0 7.0"
+
+
+@needs_browser
 def test_a_narrower_window_cuts_no_bar_and_no_curve(run: Path) -> None:
     with browser() as driver:
         open_page(driver, run / "report.html")
