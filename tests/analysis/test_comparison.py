@@ -405,6 +405,15 @@ def test_the_curves_as_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert isinstance(done.exception, SetupError) and not (tmp_path / "none.html").exists()
 
 
+@pytest.mark.parametrize("values, dots", [([0.5], [0]), ([1.0, None, 2.0, 3.0, None, 4.0], [0, 5]), ([1.0, 2.0], [])])
+def test_a_value_without_neighbours_is_a_dot(values: list[float | None], dots: list[int]) -> None:
+    """A line through one point is invisible: that of a run of one step, or of one evaluation."""
+    axes = Figure().add_subplot()
+    paint(axes, chart_of("reward/mean", "", "", range(len(values)), [Line(label="A", values=values)]))
+    (line,) = axes.get_lines()
+    assert (line.get_marker(), line.get_markevery()) == (".", dots)
+
+
 def test_more_lines_than_colours_are_drawn() -> None:
     axes = Figure().subplots()
     named = [Line(label=chr(65 + place), values=[0.0, 1.0]) for place in range(len(COLOURS) + 2)]
