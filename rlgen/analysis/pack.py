@@ -249,7 +249,7 @@ def halves(values: NDArray[np.float32]) -> NDArray[np.float16]:
 
 def planes(*columns: NDArray[Any]) -> bytes:
     """Returns the first bytes of all values of a column, then the second bytes, ...: equal ones stand together."""
-    return b"".join(np.ascontiguousarray(column.view(np.uint8).reshape(len(column), -1).T).tobytes() for column in columns)
+    return b"".join(np.ascontiguousarray(column.view(np.uint8).reshape(-1, column.itemsize).T).tobytes() for column in columns)
 
 
 def packed_json(value: Any) -> str:

@@ -201,6 +201,15 @@ def test_a_run_of_many_rollouts_is_thinned_evenly(run: Path) -> None:
     assert choose(run, 20) == ([2, 5], 5, 66)
 
 
+def test_a_report_without_rollouts_or_without_tokens(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "mine", steps=1)
+    assert json.loads(parts(report(run, "--rollouts", "0"))["facts"])["rollouts"]["count"] == 0
+    empty = Row(completion="", finish_reason="length")
+    write_rows(run, 1, [empty, empty], 2, Words.of(run / "checkpoints" / "step_000001"))
+    page = parts(report(run))
+    assert json.loads(page["facts"])["rollouts"]["count"] == 2 and unpacked(page["tokens-0"]) == b""
+
+
 def test_the_text_of_a_token(run: Path) -> None:
     tokenizer = tokenizer_of(read_run(run))
     assert tokenizer is not None
