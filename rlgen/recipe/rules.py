@@ -355,8 +355,7 @@ def _server(engine: ServerEngineRecipe, cluster: ClusterRecipe | None) -> Findin
         what = f"engine.devices names {len(gpus)} GPUs, but each of engine.servers {count} needs an equal number of them"
         minimum = f"at least engine.tensor_parallel_size {engine.tensor_parallel_size}"
         yield Finding("engine.devices", f"{what}, {minimum}", f"name {least} GPUs, or change engine.servers")
-    last = (engine.port or 0) + count - 1
-    if engine.port is not None and last > 65535:
+    if (last := (engine.port or 0) + count - 1) > 65535 and engine.port is not None:
         what = f"engine.port {engine.port} is for the first server; the last of engine.servers {count} needs port {last}"
         yield Finding("engine.port", what, f"set engine.port to {65536 - count} or less, or remove it")
     for url in urls:
@@ -381,9 +380,10 @@ def warnings(recipe: Recipe) -> Iterator[str]:
         yield f"data.source {recipe.data.source} is a name of the hub; the task is task:{recipe.data.source}"
     if group > LARGE_GROUP:
         yield f"rollout.group_size {group}: a step samples {recipe.samples_per_step:,} completions; 4 to 64 a prompt are usual"
-    if recipe.optim.micro_batch_tokens > LARGE_BATCH:
-        what = f"optim.micro_batch_tokens {recipe.optim.micro_batch_tokens:,} is more than a GPU holds at once"
-        yield f"{what}; `rlgen estimate` says what fits"
+    if (tokens := recipe.optim.micro_batch_tokens) > LARGE_BATCH:
+        yield f"optim.micro_batch_tokens {tokens:,} is more than a GPU holds at once; `rlgen estimate` says what fits"
+    if recipe.oldest_sample < (ahead := recipe.rollout.async_steps):
+        yield f"rollout.max_staleness is below rollout.async_steps {ahead}: all samples are dropped if the trainer is slower"
 
 
 def notices(recipe: Recipe) -> Iterator[str]:

@@ -131,8 +131,8 @@ SIGNS = {
         "at or below",
         Metric.UPDATES_DONE,
         "optimizer steps",
-        f"no sample taught anything: see {Metric.GROUPS_ZERO_STD}, {Metric.COMPLETIONS_TRUNCATED} and"
-        f" {Metric.REWARD_UNSCORED}; `rlgen rewards test RECIPE` finds rewards that give None or the same to every answer",
+        f"no sample taught anything: see {Metric.GROUPS_ZERO_STD}, {Metric.COMPLETIONS_TRUNCATED}, {Metric.REWARD_UNSCORED} and"
+        f" {Metric.ROLLOUT_DROPPED_STALE}; `rlgen rewards test RECIPE` finds rewards that give None or the same to every answer",
     ),
     "entropy": Sign(
         "below",

@@ -8,6 +8,7 @@ from helpers.recipes import written
 from rlgen.engines.plan import EnginePlan
 from rlgen.errors import RecipeError
 from rlgen.recipe import Recipe, dump_recipe, load_recipe
+from rlgen.recipe.rules import warnings
 from rlgen.recipe.sizes import FOLLOWING, fitted, is_written, prompt_limit, what_follows
 
 OPEN = "model: {path: org/model}\ndata: {source: rows.jsonl}\nrewards: [{use: exact_match}]\n"
@@ -114,6 +115,7 @@ def test_age_and_changes_of_weights_follow_from_how_far_ahead_is_sampled(
 ) -> None:
     found = recipe(tmp_path, *overrides)
     assert (found.oldest_sample, found.in_flight) == (oldest, in_flight)
+    assert sum("all samples are dropped" in line for line in warnings(found)) == (oldest < found.rollout.async_steps)
     assert EnginePlan.of(found.engine_needs, "m").max_num_seqs == sequences
 
 

@@ -21,7 +21,7 @@ from rlgen.errors import EngineError, Fault, SentinelError
 from rlgen.models.tiny import byte_tokenizer
 from rlgen.rollout.frames import append_frames, read_frames
 from rlgen.rollout.journal import Journal
-from rlgen.rollout.sampler import Ahead, Sampler
+from rlgen.rollout.sampler import Ahead, Sampler, without_stale
 from rlgen.setup import trainer
 from rlgen.types import Completion, Group, Prompt, Request, Sampling, Span, ids_of
 
@@ -175,19 +175,18 @@ def test_a_failure_in_the_background_is_raised_by_the_step_it_belongs_to() -> No
 
 @pytest.mark.fault(59)
 def test_a_step_without_samples_trains_nothing_and_is_counted(
-    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, proof: Proof
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], proof: Proof
 ) -> None:
     real = trainer.Sampler.groups
 
     def groups(taken: Sampler, step: int, prompts: Sequence[Prompt]) -> tuple[list[Group], int]:
-        found, dropped = real(taken, step, prompts)
-        if step == 2:
-            return [replace(group, samples=()) for group in found], sum(len(group.samples) for group in found)
-        return found, dropped
+        return without_stale(real(taken, step, prompts)[0], 9 if step == 2 else 0)
 
     monkeypatch.setattr(trainer.Sampler, "groups", groups)
     run = recipe_file.parent / "run"
-    train_command(recipe_file, ["engine={kind: transformers}", "run.steps=3"], False, False, None, run)
+    settings = ["engine={kind: transformers}", "run.steps=3", "health.no_update.steps=1"]
+    train_command(recipe_file, settings, False, False, None, run)
+    assert "reward/unscored and rollout/dropped_stale; " in capsys.readouterr().out.replace("\n", " "), "what the cause may be"
     first, empty, third = read_jsonl(run / "metrics.jsonl")
     assert empty["rollout/dropped_stale"] == 16 and empty["loss"] is None and empty["grad_norm"] is None
     assert empty["tokens/trained"] == empty["tokens/generated"] == 0 and empty["reward/mean"] is None
