@@ -59,7 +59,7 @@ def first_found(listed: Callable[[], list[Server]], place: str, patience: float)
     while True:
         there = listed()
         if not all(is_server_address(server.url) for server in there):  # what it holds may be a secret, and is not shown
-            raise EngineError(f"engine.url: {place} holds text that is no address of a server; write each like http://10.0.0.1:8000")
+            raise EngineError(f"engine.url: {place} holds text that is no server's address; write each like http://10.0.0.1:8000")
         health = [(server, server.health()) for server in there]
         if answering := [server for server, status in health if status == 200]:
             return answering

@@ -117,7 +117,6 @@ def dealt(
     units: Sequence[Sequence[int]], lengths: Sequence[int], budget: int, world: int, prompts: Prompts | None, attention: float
 ) -> list[list[list[int]]]:
     """Does what `deal` does, for processes that compute their passes alone."""
-
     if world == 1:
         return [plan(units, lengths, budget, prompts)]
 

@@ -48,8 +48,8 @@ def test_a_file_that_names_no_servers_or_only_such_as_refuse_the_token_is_an_err
     assert found("http://a:1/\nhttp://b:1\nhttp://a:1\n") == ["http://a:1"]
     assert addresses(settings) == ["http://a:1", "http://b:1"]
     for text, status, words in (
-        ("http://a:1\nhf_secret", 200, "FILE holds text that is no address of a server; write each like http://10.0.0.1:8000$"),
-        ("\udcff", 200, "FILE holds text that is no address"),
+        ("http://a:1\nhf_secret", 200, "FILE holds text that is no server's address; write each like http://10.0.0.1:8000$"),
+        ("\udcff", 200, "FILE holds text that is no server"),
         ("http://a:1\nhttp://b:1", 401, r"http://a:1 refuses rlgen's token; set the variable that engine\.token_env names"),
         ("http://a:1\nhttp://b:1", 503, r"no server of FILE answered within 0 s \(processes\.timeout\)"),
     ):

@@ -133,7 +133,7 @@ def test_a_size_that_is_no_longer_set_is_another(tmp_path: Path, key: str, value
     run.close()
     reopen(run.path, loaded).close()
     with nullcontext() if refused is None else pytest.raises(UsageError, match=f"{key} {refused}; set it as it was"):
-        same_sizes(run.resolved, open_data(loaded.recipe).recipe)
+        same_sizes(run, open_data(loaded.recipe))
 
 
 def test_clean_keeps_what_the_new_run_reads(tmp_path: Path) -> None:
