@@ -8,8 +8,10 @@ from rlgen.algorithms.own import OwnAlgorithm
 from rlgen.engines.base import EngineInfo
 from rlgen.errors import DataError, UsageError
 from rlgen.files import write_json, write_text
-from rlgen.recipe import dump_recipe
+from rlgen.recipe import dump_recipe, load_recipe
+from rlgen.recipe.load import effective
 from rlgen.recipe.trainers import OwnRecipe, TrainerRecipe
+from rlgen.recipe.yaml import by_key
 from rlgen.rewards.score import Scorer
 from rlgen.rollout.conversations import Dialogue
 from rlgen.rollout.custom import CustomRollout
@@ -22,6 +24,8 @@ from rlgen.setup.trainer_and_engine import TrainerAndEngine
 
 # Parts of the user's code other than rewards, in words, by what stands before the slash of their names.
 PARTS = {"tools": "tool", "environment": "environment", "rollout": "rollout.use", "trainer": "trainer.use"}
+# Sizes that decide what is sampled; those of prompts show in their ids.
+SIZES = ("rollout.prompts_per_step", "rollout.max_completion_tokens", "eval.max_completion_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +75,7 @@ def same_inputs(directory: RunDirectory, data: Data, now: Mapping[str, str | Non
             " come in another order, some of them twice. Bring the data back, or start a new run with model.path at a checkpoint"
             " of this one"
         )
+    same_sizes(directory, data)
     held_out = None if data.held_out is None else data.held_out.rows.fingerprint
     if held_out is not None and (was := last.get("eval", {}).get("fingerprint", held_out)) != held_out:
         raise DataError(
@@ -96,6 +101,14 @@ def same_inputs(directory: RunDirectory, data: Data, now: Mapping[str, str | Non
             " earlier and later steps would not be comparable. Undo it, or add --allow-changed-rewards"
         )
     return last.get("weights")
+
+
+def same_sizes(directory: RunDirectory, data: Data) -> None:
+    """Raises UsageError if a size is another than in the last attempt: the recipe no longer sets it, and another follows."""
+    before, now = (by_key(effective(one)) for one in (load_recipe(directory.resolved, resolved=True).recipe, data.recipe))
+    if changed := [key for key in SIZES if before.get(key) not in (None, now.get(key))]:
+        told = ", ".join(f"{key} was {before[key]} and is {now.get(key) or 'unset'} now" for key in changed)
+        raise UsageError(f"--resume: {told}; set it as it was, or start a new run")
 
 
 def in_words(name: str) -> str:

@@ -124,14 +124,12 @@ def reopen(path: Path, loaded: LoadedRecipe) -> RunDirectory:
     try:
         # Read as a recipe: an older rlgen wrote keys that have another name today, and lacked keys that were added since.
         before = yaml.safe_load(load_recipe(directory.resolved, resolved=True).resolved)
-        older = by_key(before).keys() - by_key(yaml.safe_load(directory.resolved.read_text(encoding="utf-8"))).keys()
         # An evaluation does not affect training, so that a run that had none may get one.
         steps = ("run.steps",) if loaded.recipe.optim.schedule == "constant" else ()
         free, now = (*steps, *MAY_CHANGE, *(("eval",) if before.get("eval") is None else ())), yaml.safe_load(loaded.resolved)
         # Without a checkpoint nothing is resumed, and no digest compared.
         others = moved(loaded.recipe, before, now) if any(directory.checkpoints.glob("step_*")) else ()
-        sizes = FOLLOWING if older else kept_sizes(loaded.recipe, before)  # an older rlgen wrote those that it had fitted
-        if changed := changes(before, now, (*free, *others), sizes):
+        if changed := changes(before, now, (*free, *others)):
             raise UsageError(
                 f"--resume: the recipe differs from that of the run in {path}:\n"
                 + "\n".join(f"  {line}" for line in changed)
@@ -151,24 +149,13 @@ def moved(recipe: Recipe, before: dict[str, Any], now: dict[str, Any]) -> tuple[
     return tuple(key for key, (a, b) in pairs.items() if os.path.isabs(a) and os.path.isabs(b) and Path(a).name == Path(b).name)
 
 
-def kept_sizes(recipe: Recipe, before: dict[str, Any]) -> list[str]:
-    """Returns the sizes that follow from model and data, and are as before even if the recipe no longer sets them.
-
-    Model, data and the ids of the prompts are compared separately.
-    """
-    was, default = by_key(before), by_key(recipe.model_dump(mode="json"))
-    return ["data.max_prompt_tokens", *(key for key in FOLLOWING if was.get(key) == default.get(key))]
-
-
-def changes(before: dict[str, Any], now: dict[str, Any], free: tuple[str, ...], sizes: Sequence[str] = ()) -> list[str]:
-    """Returns ["run.seed: 0 -> 1", ...]: the values that differ, except those whose key starts with one of `free`, and `sizes`
-    that are not set now.
-    """
-    unset = set(sizes) - by_key(now).keys()
+def changes(before: dict[str, Any], now: dict[str, Any], free: tuple[str, ...]) -> list[str]:
+    """Returns ["run.seed: 0 -> 1", ...]: the values that differ, except those whose key starts with one of `free`."""
+    sizes = set(FOLLOWING) - by_key(now).keys()  # `same_inputs` compares what follows from model and data
     return [
         f"{key}: {' -> '.join('unset' if value is None else str(value) for value in pair)}"
         for key, pair in sorted(changed_values(before, now).items())
-        if key not in unset and not key.startswith(free)
+        if key not in sizes and not key.startswith(free)
     ]
 
 

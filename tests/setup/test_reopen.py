@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
@@ -12,9 +13,11 @@ from helpers.recipes import written
 
 from rlgen.errors import RlgenError, UsageError
 from rlgen.files import read_json, write_json
-from rlgen.recipe import load_recipe
+from rlgen.recipe import dump_recipe, load_recipe
 from rlgen.run.directory import RunDirectory
 from rlgen.run.launch import launched_by
+from rlgen.setup.data import open_data
+from rlgen.setup.inputs import same_sizes
 from rlgen.setup.reopen import TrainOptions, after_restart, goes_on, open_directory, reopen
 
 
@@ -112,27 +115,25 @@ def test_local_inputs_of_a_folder_that_was_moved_are_left_to_their_digests(
 @pytest.mark.parametrize(
     ("key", "value", "refused"),
     [
-        ("rollout.prompts_per_step", 2, True),
-        ("rollout.prompts_per_step", 8, False),  # the default, which the data then allow
-        ("rollout.max_completion_tokens", 6, True),
-        ("eval.max_completion_tokens", 6, True),
-        ("data.max_prompt_tokens", 64, False),  # the ids of the prompts are compared
+        ("rollout.prompts_per_step", 2, "was 2 and is 3 now"),
+        ("rollout.prompts_per_step", 3, None),  # as follows from the data
+        ("rollout.max_completion_tokens", 6, "was 6 and is 512 now"),
+        ("eval.max_completion_tokens", 6, "was 6 and is unset now"),
+        ("data.max_prompt_tokens", 64, None),  # the ids of the prompts are compared
     ],
 )
-@pytest.mark.parametrize("older", [False, True])
-def test_a_size_that_is_no_longer_set_is_another(tmp_path: Path, key: str, value: int, refused: bool, older: bool) -> None:
-    text = "model: {path: 'tiny:qwen3'}\ndata: {source: 'task:sort'}\nrewards: [{use: exact_match}]\neval: {}\n"
-    recipe = written(tmp_path, text)
-    resolved = load_recipe(recipe, [f"{key}={value}"]).resolved
-    if older:  # it wrote sizes that follow from model and data, too, and lacks a key of today
-        resolved = resolved.replace("cluster: null\n", "")
-    RunDirectory.create(tmp_path / "run", "", resolved).close()
-    loaded = load_recipe(recipe)
-    if not refused or older:
-        reopen(tmp_path / "run", loaded).close()
-        return
-    with pytest.raises(UsageError, match=re.escape(f"\n  {key}: {value} -> unset\n")):
-        reopen(tmp_path / "run", loaded)
+def test_a_size_that_is_no_longer_set_is_another(tmp_path: Path, key: str, value: int, refused: str | None) -> None:
+    source = "{source: %s.jsonl, columns: {prompt: q, answer: a}}\n"
+    text = "model: {path: 'tiny:qwen3'}\nrewards: [{use: exact_match}]\n"
+    recipe = written(tmp_path, text + "data: " + source % "train" + "eval: " + source % "other")
+    for name, count in (("train", 3), ("other", 2)):
+        written(tmp_path, "".join(f'{{"q": "{name} {row}", "a": "1"}}\n' for row in range(count)), f"{name}.jsonl")
+    before, loaded = load_recipe(recipe, [f"{key}={value}"]), load_recipe(recipe)
+    run = RunDirectory.create(tmp_path / "run", "", dump_recipe(open_data(before.recipe).recipe))
+    run.close()
+    reopen(run.path, loaded).close()
+    with nullcontext() if refused is None else pytest.raises(UsageError, match=f"{key} {refused}; set it as it was"):
+        same_sizes(run, open_data(loaded.recipe))
 
 
 def test_clean_keeps_what_the_new_run_reads(tmp_path: Path) -> None:
