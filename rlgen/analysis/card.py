@@ -13,7 +13,7 @@ from rlgen.recipe.yaml import dump, parse
 
 SPANS = 10  # rows of the table of rewards
 PATHS = ("path", "source", "use", "dir", "chat_template", "prompt_file", "folder")  # keys of recipes
-ADDRESSES = ("url", "host", "port", "transfer_dir", "uri")
+ADDRESSES = ("url", "address", "host", "port", "transfer_dir", "uri")
 OF_MACHINE = ("rlgen", "time", "python", "platform", "processor", "gpus", "packages")  # of provenance.json: nothing private
 
 
@@ -36,7 +36,8 @@ def model_card(run: Run, step: int, dtype: str) -> str:
 
 def metadata(recipe: Recipe) -> dict[str, object]:
     """Returns what the hub reads: library, tags, and model and data set where these are names of the hub."""
-    found: dict[str, object] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    task = "text-generation" if recipe.data.columns.images is None else "image-text-to-text"
+    found: dict[str, object] = {"library_name": "transformers", "pipeline_tag": task}
     found["tags"] = ["rlgen", "reinforcement-learning", recipe.trainer.kind]
     if not recipe.model.path.startswith("tiny:") and not is_local_model(recipe.model.path):
         found["base_model"] = recipe.model.path

@@ -5,7 +5,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -18,8 +18,9 @@ from rlgen.analysis.run import Run
 from rlgen.errors import UsageError
 from rlgen.metrics import Metric
 from rlgen.recipe import Recipe
+from rlgen.recipe.evaluation import data_of, eval_rewards
 
-# Metrics of which more is better; for all others the verdict only has the word "higher".
+# Metrics of which more is better, see `measure_of`; for all others the verdict only has the word "higher".
 BETTER = re.compile(r"(eval/)?reward/(.+/)?mean|eval/(pass|avg)@\d+|dpo/accuracy")
 ABSENT = "–"
 LISTED = 5  # names of metrics that a message shows
@@ -37,6 +38,7 @@ class Verdict:
     interval: Interval | None = None
     method: Literal["Welch's t over seeds", "block bootstrap over steps"] | None = None
     basis: str  # what the interval rests on, or why there is none
+    better: bool = True  # more of the metric is better, and it measures the same in both groups
 
     @property
     def place(self) -> str:
@@ -59,7 +61,7 @@ class Verdict:
             return f"no verdict: {self.left} minus {self.right} is {self.difference:.3g}"
         if self.higher is None:
             return f"no difference can be seen: {self.left} minus {self.right} is {interval}"
-        word = "better" if BETTER.fullmatch(self.metric) else "higher"
+        word = "better" if self.better else "higher"
         if self.higher == self.left:
             return f"{self.left} is {word} than {self.right} by {interval}"
         return f"{self.right} is {word} than {self.left} by {Interval(-interval.value, -interval.high, -interval.low)}"
@@ -172,7 +174,21 @@ def verdict(left: RunGroup, right: RunGroup, metric: str) -> Verdict:
     """Returns the verdict on two groups. Runs that never measured the metric are left out."""
     sides = [[values for run in group.runs if (values := series_of(run, metric))] for group in (left, right)]
     steps = last_quarter([*sides[0], *sides[1]]) if all(sides) else []
-    return verdict_at(sides[0], sides[1], steps, (left.letter, right.letter), metric)
+    (one, good), (other, too) = (measure_of(group, metric) for group in (left, right))
+    found = verdict_at(sides[0], sides[1], steps, (left.letter, right.letter), metric)
+    return replace(found, better=good and too and one == other)
+
+
+def measure_of(group: RunGroup, metric: str) -> tuple[Any, bool]:
+    """Returns the data and the rewards that a metric of rewards is of, and whether more of it is better."""
+    recipe = group.runs[0].recipe
+    data, rewards = recipe.data, recipe.rewards
+    if metric.startswith("eval/") and recipe.eval is not None:
+        data, rewards = data_of(recipe.eval, data), eval_rewards(recipe.eval, rewards)
+    named = [one for one in rewards if metric.endswith(f"reward/{one.label}/mean")]
+    scored = [(one.use, one.args, None if named else one.weight) for one in named or rewards]
+    measured = data.source, data.subset, data.split, data.options, scored
+    return measured, BETTER.fullmatch(metric) is not None and all(one.weight >= 0 for one in named)
 
 
 def verdict_at(
@@ -221,9 +237,13 @@ def rlgen_version(attempt: Mapping[str, Any]) -> str:
 
 
 def notes_of_all(runs: Sequence[Run], groups: Sequence[RunGroup], verdicts: Sequence[Verdict]) -> list[str]:
-    found = []
+    found, metric = [], verdicts[0].metric if verdicts else ""
     if not verdicts:
         found.append("the recipes differ only in the seed, so there is no verdict")
+    others = [group.letter for group in groups if measure_of(group, metric)[0] != measure_of(groups[0], metric)[0]]
+    if others and BETTER.fullmatch(metric):
+        named = " and ".join(others)
+        found.append(f"{metric} is of other data or rewards in {named} than in A: what is higher need not be better")
     found += [f"{group.letter} repeats the recipe and the seeds of an earlier group" for group in groups if group.again]
     if len({run.metrics[-1][Metric.STEP] for run in runs if run.metrics}) > 1:
         found.append("the runs end at different steps: a curve of several seeds ends with the shortest run")

@@ -23,6 +23,7 @@ from huggingface_hub import try_to_load_from_cache
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from rlgen.analysis.rows import text_of, text_of_message
 from rlgen.analysis.run import Run
 from rlgen.recipe.trainers import CorrectionRecipe
 from rlgen.rollout.parquet import FIXED, OF_TURNS, has_turns, parts_of, ragged
@@ -155,7 +156,7 @@ class Chunk:
             texts={
                 "prompts": prompts,
                 "completions": table["completion"].to_pylist(),
-                "messages": [json.loads(one) for one in table["messages"].to_pylist()] if has_turns(table.column_names) else None,
+                "messages": conversations_of(table),
                 "errors": {row: dict(errors) for row, errors in enumerate(table["reward_errors"].to_pylist()) if errors},
             },
             ids=ids.values,
@@ -208,7 +209,7 @@ def weights_of(
 
 
 def prompts_of(table: pa.Table) -> tuple[list[dict[str, Any]], list[int]]:
-    """Returns each prompt once, with the data set's columns, and the place of each row's prompt."""
+    """Returns each prompt once, with the data set's columns as texts, and the place of each row's prompt."""
     own = FIXED | OF_TURNS if has_turns(table.column_names) else FIXED
     names = ["prompt", *(name for name in table.column_names if name not in own)]
     keys = list(zip(table["step"].to_pylist(), table["group_id"].to_pylist(), strict=True))
@@ -217,7 +218,16 @@ def prompts_of(table: pa.Table) -> tuple[list[dict[str, Any]], list[int]]:
         first.setdefault(key, row)
     places = {key: place for place, key in enumerate(first)}
     prompts = table.select(names).take(pa.array(list(first.values()), pa.int64())).to_pylist()
-    return [{"text": one.pop("prompt"), "data": one} for one in prompts], [places[key] for key in keys]
+    texts = [{name: text_of(value) for name, value in one.items()} for one in prompts]
+    return [{"text": one.pop("prompt"), "data": one} for one in texts], [places[key] for key in keys]
+
+
+def conversations_of(table: pa.Table) -> list[list[dict[str, Any]]] | None:
+    """Returns all messages of each row as texts; None for a run without conversations."""
+    if not has_turns(table.column_names):
+        return None
+    rows = map(json.loads, table["messages"].to_pylist())
+    return [[{"role": one["role"], "name": one.get("name"), "text": text_of_message(one)} for one in row] for row in rows]
 
 
 def short(value: float | None) -> float | int | None:
@@ -239,12 +249,12 @@ def halves(values: NDArray[np.float32]) -> NDArray[np.float16]:
 
 def planes(*columns: NDArray[Any]) -> bytes:
     """Returns the first bytes of all values of a column, then the second bytes, ...: equal ones stand together."""
-    return b"".join(np.ascontiguousarray(column.view(np.uint8).reshape(len(column), -1).T).tobytes() for column in columns)
+    return b"".join(np.ascontiguousarray(column.view(np.uint8).reshape(-1, column.itemsize).T).tobytes() for column in columns)
 
 
 def packed_json(value: Any) -> str:
     """Returns a value as packed JSON. Lone surrogates and line separators are JSON escapes, so that any text survives."""
-    return packed(json.dumps(value, ensure_ascii=True, separators=(",", ":"), default=str).encode())
+    return packed(json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False).encode())
 
 
 def packed(content: bytes) -> str:

@@ -66,10 +66,13 @@ def paint(axes: "Axes", chart: Chart) -> None:
     if chart.log:
         axes.set_yscale("log")
     if chart.stacked:
-        values = [[value or 0.0 for value in line.values] for line in chart.lines]
-        axes.stackplot(chart.x, values, labels=[line.label for line in chart.lines], colors=COLOURS, alpha=0.8)
+        areas = [[value or 0.0 for value in line.values] for line in chart.lines]
+        axes.stackplot(chart.x, areas, labels=[line.label for line in chart.lines], colors=COLOURS, alpha=0.8)
     for line, colour in zip(() if chart.stacked else chart.lines, cycle(COLOURS), strict=False):
-        axes.plot(chart.x, np.array(line.values, dtype=float), color=colour, label=line.label, linewidth=1.4)
+        values = np.array(line.values, dtype=float)
+        known = np.isfinite(np.pad(values, 1, constant_values=np.nan))
+        alone = np.flatnonzero(known[1:-1] & ~known[:-2] & ~known[2:]).tolist()  # a line has no end there: it would be invisible
+        axes.plot(chart.x, values, color=colour, label=line.label, linewidth=1.4, marker=".", markevery=alone)
         if line.low is not None and line.high is not None:
             edges = np.array([line.low, line.high], dtype=float)  # None: NaN
             axes.fill_between(chart.x, *edges, color=colour, alpha=0.15, linewidth=0)

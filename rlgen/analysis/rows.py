@@ -6,7 +6,7 @@ can be searched in the memory of one step.
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -129,8 +129,11 @@ def matching(table: pa.Table, query: Query) -> NDArray[np.bool_]:
     if query.finish is not None:
         keep &= np.asarray(pc.equal(table["finish_reason"], query.finish))
     if query.text is not None:
-        names = ["prompt", "completion", *(["messages"] if has_turns(table.column_names) else [])]
-        has = [np.asarray(pc.match_substring(table[name], query.text, ignore_case=True)) for name in names]
+        texts = [table["prompt"], table["completion"]]
+        if has_turns(table.column_names):
+            talks = map(json.loads, table["messages"].to_pylist())
+            texts.append(pa.array(["\n".join(map(text_of_message, talk)) for talk in talks], pa.string()))
+        has = [np.asarray(pc.match_substring(one, query.text, ignore_case=True)) for one in texts]
         keep &= np.logical_or.reduce(has)
     return keep
 
@@ -174,3 +177,14 @@ def read_rows(run: Path, found: Found, places: slice) -> list[dict[str, Any]]:
                 fixed |= {"messages": json.loads(values["messages"]), "tool_counts": dict(values["tool_counts"])}
             whole[step, row] = {**values, **fixed}
     return [whole[place] for place in wanted]
+
+
+def text_of(value: Any) -> str:
+    """Returns a value of the data set as people read it: texts as they are, all others as JSON, which here may have NaN."""
+    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+
+
+def text_of_message(message: Mapping[str, Any]) -> str:
+    """Returns what a message of a conversation holds: its reasoning, its text and its calls."""
+    calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    return "\n".join(text_of(part) for part in (message.get("reasoning_content"), message.get("content"), *calls) if part)

@@ -12,8 +12,6 @@ from rlgen.run.clock import as_clock
 from rlgen.run.directory import Best
 from rlgen.run.health import Rows, Rule, rows_after, rules_of
 
-HEADLINE = Metric.EVAL_REWARD_MEAN  # the evaluation that is shown first, if it was measured
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
@@ -90,17 +88,15 @@ def reward_fact(run: Run) -> Fact | None:
 
 
 def evaluation_fact(run: Run) -> Fact | None:
-    """Returns the newest evaluation with its interval: of the mean reward, or of the first value that there is."""
-    keys = list(dict.fromkeys(key for row in run.evaluations for key in row if key.startswith("eval/")))
-    key = HEADLINE if HEADLINE in keys else keys[0] if keys else ""
-    measured = [row for row in run.evaluations if number(row, key) is not None]
+    """Returns the mean reward of the newest evaluation, with its interval."""
+    measured = [row for row in run.evaluations if number(row, Metric.EVAL_REWARD_MEAN) is not None]
     if not measured:
         return None
     first, last = measured[0], measured[-1]
-    interval = f"{found} at step {last[Metric.STEP]}; " if (found := interval_of(last, key)) else ""
-    before = f"{number(first, key):.3g} at step {first[Metric.STEP]}" if first is not last else f"step {last[Metric.STEP]}"
-    named = key.removeprefix("eval/").removesuffix("/mean")
-    return Fact(label=f"Evaluation, {named}", value=f"{number(last, key):.3g}", note=f"{interval}{before}")
+    value, before = number(last, Metric.EVAL_REWARD_MEAN), number(first, Metric.EVAL_REWARD_MEAN)
+    interval = f"{found} at step {last[Metric.STEP]}; " if (found := interval_of(last, Metric.EVAL_REWARD_MEAN)) else ""
+    then = f"{before:.3g} at step {first[Metric.STEP]}" if first is not last else f"step {last[Metric.STEP]}"
+    return Fact(label="Evaluation, reward", value=f"{value:.3g}", note=f"{interval}{then}")
 
 
 def health_fact(verdicts: Sequence[RuleVerdict]) -> Fact:

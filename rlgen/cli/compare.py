@@ -48,13 +48,17 @@ def compare_command(names: Sequence[Path], metric: str, by: By, html: bool, png:
 
 
 def runs_of(names: Sequence[Path]) -> list[Run]:
-    """Returns the runs with their states, also of those that were killed and could not write it."""
     paths = [find_run(name) for name in names]
     if len(paths) < 2:
         raise UsageError(f"compare: {names[0]} is the only run; name two or more")
     if twice := repeated([path.resolve() for path in paths]):
         raise UsageError(f"compare: {names[twice[0]]} is named twice; name each run once")
-    return [replace(read_run(path), status=status_of(path)) for path in paths]
+    return [run_at(path) for path in paths]
+
+
+def run_at(path: Path) -> Run:
+    """Returns a run with its state, also of one that was killed and could not write it."""
+    return replace(read_run(path), status=status_of(path))
 
 
 def comparison_object(comparison: Comparison, by: By) -> dict[str, Any]:
@@ -137,7 +141,7 @@ def cells(texts: Sequence[str]) -> list[Text]:
 
 
 def report_command(name: Path, out: Path | None, png: bool, rollouts: int, as_json: bool) -> None:
-    run = read_run(find_run(name))
+    run = run_at(find_run(name))
     path = out or run.path / "report.html"
     check_file(path)
     if png:  # first: it fails without matplotlib, before anything is written

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.text import Text
 
-from rlgen.analysis.rows import Query, find_rollouts, gap, read_rows
+from rlgen.analysis.rows import Query, find_rollouts, gap, read_rows, text_of, text_of_message
 from rlgen.cli.output import echo, page_for_terminal
 from rlgen.errors import UsageError
 from rlgen.redact import printable, printable_json
@@ -71,7 +71,7 @@ def block(row: dict[str, Any], full: bool) -> Text:
     talk = spoken(row["messages"]) if has_turns(row) else {}
     for label, value in {"prompt": row["prompt"], **talk, "completion": row["completion"], **data}.items():
         text.append(f"\n  {printable(label)}", style="cyan")
-        text.append(indented(value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False), full))
+        text.append(indented(text_of(value), full))
     return text
 
 
@@ -82,10 +82,8 @@ def spoken(messages: list[dict[str, Any]]) -> dict[str, str]:
     for place, message in enumerate(messages, 1):
         if place == last:
             continue
-        calls = [json.dumps(call.get("function", call), ensure_ascii=False) for call in message.get("tool_calls", ())]
-        parts = [message.get("reasoning_content"), message.get("content"), *calls]
         masked = "" if message["role"] == "assistant" else ", not trained on"
-        shown[f"{place}: {message['role']}{masked}"] = "\n".join(str(part) for part in parts if part)
+        shown[f"{place}: {message['role']}{masked}"] = text_of_message(message)
     return shown
 
 

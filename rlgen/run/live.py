@@ -175,7 +175,7 @@ def curve(values: Sequence[float | None], steps: int, width: int) -> list[Text]:
     if not known:
         return []
     low, high = min(known), max(known)
-    labels = [f"{high:.3f}", *[""] * (CURVE - 2), f"{low:.3f}"]
+    labels = [short(high), *[""] * (CURVE - 2), short(low)]
     room = width - LABEL
     columns = [mean_of_column(values, steps, place, room) for place in range(min(room, -(-len(values) * room // steps)))]
     top = CURVE * len(BLOCKS) - 1
@@ -185,8 +185,13 @@ def curve(values: Sequence[float | None], steps: int, width: int) -> list[Text]:
         below = (CURVE - 1 - line) * len(BLOCKS)
         bars = "".join(" " if h is None or h < below else BLOCKS[min(h - below, len(BLOCKS) - 1)] for h in heights)
         named = "reward" if line == 0 else ""
-        lines.append(Text.assemble((f"{named:<{LABEL - len(label) - 1}}", "bold"), (f"{label} ", DIM), (bars, "cyan")))
+        lines.append(Text.assemble((f"{named:<6}", "bold"), (f"{label:>{LABEL - 7}} ", DIM), (bars, "cyan")))
     return lines
+
+
+def short(value: float) -> str:
+    """Returns a number with as many digits as its place beside the curve has: "0.531", "-1000.0", "-1e+09"."""
+    return next(text for form in (".3f", ".1f", ".0f", ".0e") if len(text := f"{value:{form}}") <= LABEL - 7)
 
 
 def mean_of_column(values: Sequence[float | None], steps: int, place: int, columns: int) -> float | None:

@@ -47,10 +47,13 @@ def test_what_the_hub_reads(tmp_path: Path) -> None:
     card = model_card(read_run(make_run(tmp_path / "mine", recipe=hub)), 4, "bfloat16")
     head = yaml.parse(card.split("---\n")[1], "").data
     assert head["base_model"] == "Qwen/Qwen3-0.6B" and head["datasets"] == ["openai/gsm8k"]
-    assert head["library_name"] == "transformers" and head["tags"] == ["rlgen", "reinforcement-learning", "grpo"]
+    assert (head["library_name"], head["pipeline_tag"]) == ("transformers", "text-generation")
+    assert head["tags"] == ["rlgen", "reinforcement-learning", "grpo"]
     assert "`Qwen/Qwen3-0.6B`, trained by rlgen with grpo on `openai/gsm8k`: step 4 of 4, weights in bfloat16." in card
     tiny = model_card(read_run(make_run(tmp_path / "tiny")), 4, "float32")
     assert set(yaml.parse(tiny.split("---\n")[1], "").data) == {"library_name", "pipeline_tag", "tags"}
+    pictures = make_run(tmp_path / "pictures", recipe={"data": {"source": "task:colours", "columns": {"images": "images"}}})
+    assert "pipeline_tag: image-text-to-text\n" in model_card(read_run(pictures), 4, "float32")
 
 
 LOCAL = {
@@ -71,6 +74,7 @@ def test_no_folder_and_no_address_gets_out(tmp_path: Path) -> None:
     assert recipe["rewards"][1]["args"] == {"pattern": "/a/b"} and recipe["engine"]["kind"] == "server"
     later = {"eval": {"source": "/home/me/held.jsonl", "rewards": [{"use": "/home/me/r.py:f"}]}}
     assert portable(later) == {"eval": {"source": "held.jsonl", "rewards": [{"use": "r.py:f"}]}}
+    assert portable({"cluster": {"kind": "ray", "address": "10.1.2.3:6379"}}) == {"cluster": {"kind": "ray"}}
 
 
 def test_versions_are_those_of_the_attempt_that_trained_the_step(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ from rlgen.errors import SetupError, UsageError
 REWARD = "reward/mean"
 GRPO: dict[str, Any] = {"trainer": {"kind": "grpo"}}
 RLOO: dict[str, Any] = {"trainer": {"kind": "rloo"}, "optim": {"learning_rate": 2e-6}}
+EXACT: dict[str, Any] = {"use": "exact_match"}
+LENGTH: dict[str, Any] = {"use": "length", "args": {"target": 60}, "weight": 1.0}  # ten times that of `helpers.runs`
 HOSTILE = "</script><script>document.title='pwned'</script><img src=x onerror=alert(1)> [bold red]x[/] \x1b[31m \u202e"
 
 
@@ -194,13 +196,26 @@ def test_each_group_is_compared_with_the_first(tmp_path: Path) -> None:
     assert comparison.notes == ["each of the 2 intervals holds with 95 %, not all of them together"]
 
 
-def test_more_is_not_always_better(tmp_path: Path) -> None:
-    found = compare(seeds(tmp_path, "a", [2, 2.1], GRPO) + seeds(tmp_path, "b", [1, 1.1], RLOO), REWARD, "step").verdicts[0]
-    words = {"better": ("reward/mean", "reward/exact_match/mean", "eval/reward/mean", "eval/pass@8", "dpo/accuracy")}
-    words["higher"] = ("reward/std", "loss", "eval/completions/truncated")
-    for word, metrics in words.items():
-        for metric in metrics:
-            assert replace(found, metric=metric).sentence.startswith(f"A is {word} than B by 1 ("), metric
+@pytest.mark.parametrize(
+    "word, changes, metrics",
+    [
+        ("better", {}, ("reward/mean", "reward/exact_match/mean", "eval/reward/mean", "eval/pass@8", "dpo/accuracy")),
+        ("higher", {}, ("reward/std", "loss", "eval/completions/truncated")),
+        ("not comparable", {"rewards": [EXACT, LENGTH]}, ("reward/mean", "eval/reward/mean")),
+        ("better", {"rewards": [EXACT, LENGTH]}, ("reward/exact_match/mean", "reward/length/mean")),
+        ("higher", {"rewards": [EXACT, {**LENGTH, "weight": -0.1}]}, ("reward/length/mean", "eval/reward/length/mean")),
+        ("not comparable", {"rewards": [{**EXACT, "args": {"ignore_case": True}}, LENGTH]}, ("reward/exact_match/mean",)),
+        ("not comparable", {"data": {"options": {"digits": 3}}}, ("reward/mean", "eval/reward/mean")),
+    ],
+)
+def test_more_is_not_always_better(tmp_path: Path, word: str, changes: dict[str, Any], metrics: Sequence[str]) -> None:
+    """It is better if the metric is one of rewards, none of which is a penalty, on the same data and rewards in both groups."""
+    runs = seeds(tmp_path, "a", [2, 2.1], GRPO) + seeds(tmp_path, "b", [1, 1.1], RLOO | changes)
+    for metric in metrics:
+        renamed = [replace(run, metrics=[{**record, metric: record[REWARD]} for record in run.metrics]) for run in runs]
+        found = compare(renamed, metric, "step")
+        assert found.verdicts[0].sentence.startswith(f"A is {'better' if word == 'better' else 'higher'} than B by 1 ("), metric
+        assert ("what is higher need not be better" in str(found.notes)) == (word == "not comparable"), metric
 
 
 def test_a_metric_that_few_steps_have(tmp_path: Path) -> None:
@@ -388,6 +403,15 @@ def test_the_curves_as_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     done = CliRunner().invoke(app, ["compare", *map(str, runs), "--html", "--png", "--out", str(tmp_path / "none.html")])
     assert isinstance(done.exception, SetupError) and not (tmp_path / "none.html").exists()
+
+
+@pytest.mark.parametrize("values, dots", [([0.5], [0]), ([1.0, None, 2.0, 3.0, None, 4.0], [0, 5]), ([1.0, 2.0], [])])
+def test_a_value_without_neighbours_is_a_dot(values: list[float | None], dots: list[int]) -> None:
+    """A line through one point is invisible: that of a run of one step, or of one evaluation."""
+    axes = Figure().add_subplot()
+    paint(axes, chart_of("reward/mean", "", "", range(len(values)), [Line(label="A", values=values)]))
+    (line,) = axes.get_lines()
+    assert (line.get_marker(), line.get_markevery()) == (".", dots)
 
 
 def test_more_lines_than_colours_are_drawn() -> None:

@@ -16,7 +16,7 @@ import pytest
 from conftest import Proof, read_jsonl
 from helpers.browser import browser, console, needs_browser, open_page, requests, texts_of, wait
 from helpers.rollouts import rollout_rows
-from helpers.runs import Row, Words, make_run, write_rows
+from helpers.runs import Row, Words, bare_run, make_run, write_rows
 from selenium.webdriver import Chrome
 from typer.testing import CliRunner
 
@@ -88,6 +88,37 @@ def test_what_the_model_wrote_is_never_markup(run: Path, proof: Proof) -> None:
     parses = r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function"
     assert not any(re.search(parses, (ASSETS / name).read_text()) for name in SCRIPTS)
     proof(f"a completion of {len(HOSTILE)} characters of markup is in the page's data, and nowhere in its markup")
+
+
+def test_numbers_that_a_browser_cannot_read_are_texts(tmp_path: Path) -> None:
+    """JSON.parse refuses NaN, and rounds integers of more than 53 bits: in the data set, and in the call of a tool."""
+    run = make_run(tmp_path / "mine", steps=1)
+    call = {"function": {"name": "add", "arguments": {"a": float("nan"), "b": 2**60 + 1}}}
+    talk = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "name": "add", "content": "é"}]
+    write_rows(
+        run,
+        1,
+        [Row()],
+        1,
+        Words.of(run / "checkpoints" / "step_000001"),
+        score=[float("nan")],
+        id=[2**60 + 1],
+        nested=[{"a": [0.5, float("inf")]}],
+        messages=[json.dumps(talk)],
+        tool_counts=[[]],
+    )
+    found = json.loads(unpacked(parts(report(run))["texts-0"]), parse_constant=pytest.fail)
+    assert found["prompts"][0]["data"] == {
+        "answer": "2",
+        "score": "NaN",
+        "id": "1152921504606846977",
+        "nested": '{"a": [0.5, Infinity]}',
+    }
+    said = '{"name": "add", "arguments": {"a": NaN, "b": 1152921504606846977}}'
+    assert [(one["role"], one["name"], one["text"]) for one in found["messages"][0]] == [
+        ("assistant", None, said),
+        ("tool", "add", "é"),
+    ]
 
 
 def test_an_island_holds_any_text() -> None:
@@ -170,6 +201,15 @@ def test_a_run_of_many_rollouts_is_thinned_evenly(run: Path) -> None:
     assert choose(run, 20) == ([2, 5], 5, 66)
 
 
+def test_a_report_without_rollouts_or_without_tokens(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "mine", steps=1)
+    assert json.loads(parts(report(run, "--rollouts", "0"))["facts"])["rollouts"]["count"] == 0
+    empty = Row(completion="", finish_reason="length")
+    write_rows(run, 1, [empty, empty], 2, Words.of(run / "checkpoints" / "step_000001"))
+    page = parts(report(run))
+    assert json.loads(page["facts"])["rollouts"]["count"] == 2 and unpacked(page["tokens-0"]) == b""
+
+
 def test_the_text_of_a_token(run: Path) -> None:
     tokenizer = tokenizer_of(read_run(run))
     assert tokenizer is not None
@@ -228,6 +268,13 @@ def test_verdicts_are_those_of_the_rules(tmp_path: Path) -> None:
     assert bad == [("truncated", "broken", [8]), ("entropy", "was broken", [4, 5])]
     assert {one.state for one in verdicts[2:]} == {"well", "not measured"}
     assert summary_of(read_run(path), verdicts)[2].note == "truncated"
+
+
+def test_a_run_that_was_killed_is_not_running(tmp_path: Path) -> None:
+    """Its status still says so. The lock that the kernel has freed says better."""
+    page = report(bare_run(tmp_path / "dead", [0.1] * 3, steps=9, state="running"))
+    state = json.loads(parts(page)["facts"])["state"]
+    assert (state["name"], state["step"], state["steps"]) == ("killed", 3, 9) and "--resume" in state["message"]
 
 
 @pytest.mark.fault(83)
@@ -332,6 +379,14 @@ def test_labels_of_an_axis_differ_and_what_rounding_moves_is_flat(run: Path, dri
     axes = f"return [...document.querySelectorAll('.plot')].map((plot) => {ticks})"
     drawn = [texts for texts in driver.execute_script(axes) if texts]
     assert len(drawn) > 10 and all(len({*texts}) == len(texts) for texts in drawn)
+
+
+@needs_browser
+def test_a_value_between_gaps_is_a_dot(run: Path, driver: Chrome) -> None:
+    open_page(driver, run / "report.html")
+    chart = "new Chart({title: '', x: [1, 2, 3, 4], lines: []}, {weight: 0, point() {}})"
+    draw = f"const chart = {chart}; chart.x = (x) => x; chart.y = (y) => y; return chart.line(arguments[0], '').getAttribute('d')"
+    assert driver.execute_script(draw, [5, None, 6, 7]) == "M1.0 5.0h0M3.0 6.0h0L4.0 7.0"
 
 
 @needs_browser

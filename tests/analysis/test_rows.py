@@ -63,6 +63,15 @@ def test_what_is_found(run: Path, query: Query, places: list[tuple[int, int]]) -
     assert list(zip(found.step.tolist(), found.row.tolist(), strict=True)) == places
 
 
+@pytest.mark.parametrize("text, found", [("ÉTÉ", 1), ('"n": 2', 1), ("role", 0)])
+def test_a_conversation_is_searched_as_it_is_read(tmp_path: Path, text: str, found: int) -> None:
+    """The file has its messages as JSON, with escapes and names of fields."""
+    calls = [{"function": {"name": "add", "arguments": {"n": 2}}}]
+    talk = json.dumps([{"role": "assistant", "content": None, "tool_calls": calls}, {"role": "tool", "content": "été"}])
+    write_rows(tmp_path, 1, [Row()], 1, Words(), messages=[talk], tool_counts=[[]])
+    assert len(find_rollouts(tmp_path, Query(text=text))) == found
+
+
 def test_the_largest_gap_comes_first(run: Path) -> None:
     found = find_rollouts(run, Query(sort="-gap"))
     assert (found.step[0], found.row[0], found.total) == (1, 1, 6)

@@ -88,8 +88,8 @@ class Row:
     error: str | None = None
 
 
-def write_rows(run: Path, step: int, rows: Sequence[Row], group: int, words: Words, seed: int = 0) -> None:
-    """Writes the rollouts of a step: every `group` rows share a prompt."""
+def write_rows(run: Path, step: int, rows: Sequence[Row], group: int, words: Words, seed: int = 0, **data: Sequence[Any]) -> None:
+    """Writes the rollouts of a step: every `group` rows share a prompt. `data`: further columns."""
     rng = np.random.default_rng([seed, step])
     ids = [np.array([*words.encode(row.completion), *([0] if row.finish_reason == "stop" else [])], np.int32) for row in rows]
     sampler = [-rng.exponential(0.6, len(one)).astype(np.float32) for one in ids]
@@ -123,6 +123,7 @@ def write_rows(run: Path, step: int, rows: Sequence[Row], group: int, words: Wor
         trained=np.array([row.trained for row in rows]),
     )
     texts = {name: pa.array([getattr(row, name) for row in rows]) for name in ("prompt", "completion", "answer")}
+    texts |= {name: pa.array(values) for name, values in data.items()}
     (run / "rollouts").mkdir(parents=True, exist_ok=True)
     write_part(run / "rollouts" / f"step_{step:06d}.parquet", rollout, texts, {})
 

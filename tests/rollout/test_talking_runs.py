@@ -141,7 +141,8 @@ def test_a_run_writes_and_shows_its_conversations(scripted: Scripted, tmp_path: 
     assert {row["sample_index"] for row in shown} == {2} and shown[0]["messages"][2]["content"] == "turn 1 of 2"
     assert "4: tool, not trained on" in block(shown[0], full=True).plain and "messages" not in block(shown[0], full=True).plain
     chunk = Chunk.of(SimpleNamespace(recipe=load_recipe(recipe, []).recipe), read_rollouts(run, 2))  # type: ignore[arg-type]
-    assert chunk.texts["messages"] == [json.loads(row["messages"]) for row in rows]
+    texts = [[(one["role"], one["text"]) for one in row] for row in chunk.texts["messages"]]
+    assert texts == [[(one["role"], one["content"]) for one in json.loads(row["messages"])] for row in rows]
     assert all("messages" not in prompt["data"] for prompt in chunk.texts["prompts"])
     assert (chunk.flags & 1).sum() == sum(sampled) and np.array_equal(np.isnan(chunk.sampler), (chunk.flags & 1) == 0)
 

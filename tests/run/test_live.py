@@ -105,6 +105,15 @@ def test_the_curve_of_a_run() -> None:
     assert [line.plain[14:] for line in many] == ["   ▄", "  ▄█", " ▅██", "▅███"], "means of 250 steps each"
 
 
+@pytest.mark.parametrize(
+    "reward, label", [(-99.5, "-99.500"), (-999.9996, "-1000.0"), (123456.7, "123457"), (-1e9, "-1e+09"), (-1.5e300, "-2e+300")]
+)
+def test_a_reward_of_any_size_has_its_place(reward: float, label: str) -> None:
+    lines = plain(curve([0.0, reward], 2, 40))
+    assert label in (lines[0] + lines[-1]).split() and "0.000" in (lines[0] + lines[-1]) and max(map(len, lines)) <= 40
+    assert lines[0].startswith("reward ")
+
+
 def test_colours_say_what_is_bad() -> None:
     """A broken rule is red and has a mark, which is seen without colours; a step beyond a threshold is yellow."""
     view = view_of(**{"grad_norm": 50.0, "entropy": 0.004, "health/entropy": True, "health/grad_norm": False})

@@ -152,7 +152,7 @@ class Chart {
     values.forEach((value, place) => {
       if (value === null) open = false;
       else {
-        path += `${open ? "L" : "M"}${this.x(this.chart.x[place]).toFixed(1)} ${this.y(value).toFixed(1)}`;
+        path += `${open ? "L" : "M"}${this.x(this.chart.x[place]).toFixed(1)} ${this.y(value).toFixed(1)}${open ? "" : "h0"}`; // h0: a dot between gaps
         open = true;
       }
     });

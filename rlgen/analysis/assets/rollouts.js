@@ -5,11 +5,9 @@ const BARS = 24; // of the histogram
 const EMPTY = { step: ["", ""], reward: ["", ""], length: ["", ""], finish: "", text: "", sort: "step", down: false };
 
 /** Shows a message of a conversation but its last turn: what the model said, or what it was answered, which is not learned from. */
-function spoken({ role, content, tool_calls, ...others }) {
+function spoken({ role, name, text }) {
   const sampled = role === "assistant";
-  const parts = [others.reasoning_content, content, ...(tool_calls ?? []).map((call) => JSON.stringify(call.function ?? call))].filter(Boolean);
-  const text = parts.map((part) => (typeof part === "string" ? part : JSON.stringify(part))).join("\n");
-  const title = [role, others.name].filter(Boolean).join(" ") + (sampled ? "" : ", not learned from");
+  const title = [role, name].filter(Boolean).join(" ") + (sampled ? "" : ", not learned from");
   return [make("h4", {}, visible(title)), make("pre", { class: sampled ? "completion" : "data" }, visible(text))];
 }
 
@@ -61,7 +59,7 @@ class Rollouts {
   text(chunk) {
     return (this.texts[chunk] ??= unpackJson(`texts-${chunk}`).then((texts) => {
       const prompts = texts.prompts.map((one) => [one.text, ...Object.values(one.data)].join("\n").toLowerCase());
-      return (this.texts[chunk].now = { ...texts, lower: texts.completions.map((one, row) => (texts.messages ? JSON.stringify(texts.messages[row]) : one).toLowerCase()), prompts, whole: texts.prompts });
+      return (this.texts[chunk].now = { ...texts, lower: texts.completions.map((one, row) => (texts.messages?.[row].map(({ text }) => text).join("\n") ?? one).toLowerCase()), prompts, whole: texts.prompts });
     }));
   }
 
@@ -199,7 +197,7 @@ class Rollouts {
         fact("trained on", values.trained ? "yes" : "no"), fact("largest difference", shown(values.gap))),
       ...errors,
       make("h4", {}, "Prompt"), make("pre", { class: "prompt" }, visible(text)),
-      ...Object.entries(data).flatMap(([name, value]) => [make("h4", {}, visible(name)), make("pre", { class: "data" }, visible(typeof value === "string" ? value : JSON.stringify(value)))]),
+      ...Object.entries(data).flatMap(([name, value]) => [make("h4", {}, visible(name)), make("pre", { class: "data" }, visible(value))]),
       ...(texts.messages ? texts.messages[row].filter((_, place, all) => place !== all.findLastIndex(({ role }) => role === "assistant")).flatMap(spoken) : []),
       make("h4", {}, "Completion"), make("pre", { class: "completion" }, visible(texts.completions[row])),
       make("h4", {}, "Token by token"), tokenView(own, this.facts.tokenizer));
