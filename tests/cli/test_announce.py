@@ -39,7 +39,7 @@ def test_others_get_an_address_that_they_reach(host: str, url: str) -> None:
 @pytest.mark.parametrize(
     "engine",
     [
-        {"kind": "server", "launch": True, "max_model_len": 40, "timeout": 9.0, "transfer_dir": "/a 😀", "restarts": 7},
+        {"kind": "server", "launch": True, "max_model_len": 40, "timeout": 9.0, "transfer_dir": "/a \U0001f600", "restarts": 7},
         {"kind": "server", "launch": True, "in_flight": {"recompute": False}, "servers": 2, "port": 9},
         {"kind": "colocated", "dtype": "bfloat16", "max_model_len": 40},
     ],
