@@ -63,9 +63,8 @@ def first_found(listed: Callable[[], list[Server]], place: str, patience: float)
         health = [(server, server.health()) for server in there]
         if answering := [server for server, status in health if status == 200]:
             return answering
-        for server, status in health:
-            if status == 401:
-                server.look()
+        for server in (one for one, status in health if status == 401):
+            server.look()
         if time.monotonic() > until:
             raise EngineError(f"engine.url: no server of {place} answered within {patience:.0f} s (processes.timeout)")
         time.sleep(1)
