@@ -74,11 +74,13 @@ if [[ $port == 8001 ]] && mkdir "$RECORD.died" 2>/dev/null; then exit 6; fi
 echo "http://$host:$port" >"$folder/$host-${SLURM_PROCID:-0}:$port"
 while [[ -d $folder ]]; do sleep 0.02; done
 """
-# Trains when there are two servers.
+# Trains when there are two servers and all nodes have met: none ends, and removes the servers, while another still waits for them.
 TORCHRUN = """\
 record torchrun "$@"
 until [[ -z ${SERVERS:-} || $(ls "$SERVERS" | wc -l) -eq 2 ]]; do sleep 0.02; done
-mkdir -p "$RUN_DIR"
+mkdir -p "$RUN_DIR.met" "$RUN_DIR"
+touch "$RUN_DIR.met/$NODE"
+until [[ $(ls "$RUN_DIR.met" | wc -l) -ge ${NODES:-1} ]]; do sleep 0.02; done
 [[ $NODE -ne 0 ]] || printf '{\\n  "exit_code": 75\\n}\\n' >"$RUN_DIR/status.json"
 exit 1
 """

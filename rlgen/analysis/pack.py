@@ -23,7 +23,7 @@ from huggingface_hub import try_to_load_from_cache
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from rlgen.analysis.rows import text_of, text_of_message
+from rlgen.analysis.rows import readable, text_of_message
 from rlgen.analysis.run import Run
 from rlgen.recipe.trainers import CorrectionRecipe
 from rlgen.rollout.parquet import FIXED, OF_TURNS, has_turns, parts_of, ragged
@@ -218,7 +218,7 @@ def prompts_of(table: pa.Table) -> tuple[list[dict[str, Any]], list[int]]:
         first.setdefault(key, row)
     places = {key: place for place, key in enumerate(first)}
     prompts = table.select(names).take(pa.array(list(first.values()), pa.int64())).to_pylist()
-    texts = [{name: text_of(value) for name, value in one.items()} for one in prompts]
+    texts = [{name: readable(value) for name, value in one.items()} for one in prompts]
     return [{"text": one.pop("prompt"), "data": one} for one in texts], [places[key] for key in keys]
 
 

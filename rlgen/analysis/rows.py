@@ -179,7 +179,7 @@ def read_rows(run: Path, found: Found, places: slice) -> list[dict[str, Any]]:
     return [whole[place] for place in wanted]
 
 
-def text_of(value: Any) -> str:
+def readable(value: Any) -> str:
     """Returns a value of the data set as people read it: texts as they are, all others as JSON, which here may have NaN."""
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
@@ -187,4 +187,4 @@ def text_of(value: Any) -> str:
 def text_of_message(message: Mapping[str, Any]) -> str:
     """Returns what a message of a conversation holds: its reasoning, its text and its calls."""
     calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
-    return "\n".join(text_of(part) for part in (message.get("reasoning_content"), message.get("content"), *calls) if part)
+    return "\n".join(readable(part) for part in (message.get("reasoning_content"), message.get("content"), *calls) if part)

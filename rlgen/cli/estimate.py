@@ -50,11 +50,11 @@ def estimate_command(
     if device is None and torch.cuda.is_available():
         device = torch.cuda.mem_get_info(0)[1]
     report = memory_report(recipe, device, machines)
-    report["hints"] = [hint for hint in report["hints"] if accepted(path, [*overrides, hint["setting"]])]
+    report["hints"] = [hint for hint in report["hints"] if is_valid(path, [*overrides, hint["setting"]])]
     echo(json.dumps(report, indent=2)) if as_json else print_report(report)
 
 
-def accepted(path: Path, overrides: list[str]) -> bool:
+def is_valid(path: Path, overrides: list[str]) -> bool:
     """Returns whether the recipe is valid with these overrides, with any number of processes."""
     try:
         load_recipe(path, [*overrides, "processes.count=null"])

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.text import Text
 
-from rlgen.analysis.rows import Query, find_rollouts, gap, read_rows, text_of, text_of_message
+from rlgen.analysis.rows import Query, find_rollouts, gap, read_rows, readable, text_of_message
 from rlgen.cli.output import echo, page_for_terminal
 from rlgen.errors import UsageError
 from rlgen.redact import printable, printable_json
@@ -71,7 +71,7 @@ def block(row: dict[str, Any], full: bool) -> Text:
     talk = spoken(row["messages"]) if has_turns(row) else {}
     for label, value in {"prompt": row["prompt"], **talk, "completion": row["completion"], **data}.items():
         text.append(f"\n  {printable(label)}", style="cyan")
-        text.append(indented(text_of(value), full))
+        text.append(indented(readable(value), full))
     return text
 
 

@@ -106,7 +106,8 @@ def server_settings(recipe: Recipe, host: str | None, port: int | None) -> Serve
 def connection(settings: ServerEngineRecipe, url: str) -> str:
     """Returns the `--set` override that makes a run use the server at `url`."""
     said = settings.model_dump(mode="json", include=OF_RUN, exclude_defaults=True)
-    return f'engine={{kind: server, url: "{url}"{"".join(f", {name}: {json.dumps(value)}" for name, value in said.items())}}}'
+    values = {name: json.dumps(value, ensure_ascii=False) for name, value in said.items()}  # YAML refuses the halves of an emoji
+    return f'engine={{kind: server, url: "{url}"{"".join(f", {name}: {value}" for name, value in values.items())}}}'
 
 
 def address(settings: ServerEngineRecipe) -> str:

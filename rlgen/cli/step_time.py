@@ -12,7 +12,7 @@ from rlgen.analysis.run import Run, number, read_run
 from rlgen.errors import UsageError
 from rlgen.metrics import Metric
 from rlgen.models.gpus import GPUS
-from rlgen.models.step_time import SPREAD, Rates, Work, decoding_steps, fit, lengths, simulate
+from rlgen.models.step_time import SPREAD, Rates, Work, decoding_steps, drawn_lengths, fit, simulate
 from rlgen.recipe import Recipe
 from rlgen.recipe.models import ASSUMED_PROMPT
 from rlgen.run.find import find_run
@@ -119,7 +119,7 @@ def work_of(recipe: Recipe, processes: int, packed: bool) -> Work:
     )
 
 
-def steps_of(run: Run) -> list[dict[Metric, float]]:
+def measured_steps(run: Run) -> list[dict[Metric, float]]:
     """Returns what the steps after the first measured. Raises UsageError if there are too few."""
     keys = [*TIMES, Metric.TOKENS_GENERATED, Metric.COMPLETIONS_MEAN_TOKENS, Metric.COMPLETIONS_MAX_TOKENS]
     found = [{key: value for key in keys if (value := number(record, key)) is not None} for record in run.metrics[1:]]
@@ -131,7 +131,7 @@ def steps_of(run: Run) -> list[dict[Metric, float]]:
 
 def seen(runs: Sequence[Run], said: list[str]) -> tuple[float, float]:
     """Returns mean and spread of the lengths that the runs sampled."""
-    steps = [step for run in runs for step in steps_of(run)]
+    steps = [step for run in runs for step in measured_steps(run)]
     mean, longest = (
         float(np.mean([step[key] for step in steps])) for key in (Metric.COMPLETIONS_MEAN_TOKENS, Metric.COMPLETIONS_MAX_TOKENS)
     )
@@ -159,11 +159,11 @@ def measured(recipe: Recipe, runs: Sequence[Run], processes: int, packed: bool, 
                 raise UsageError(f"--like {run.path}: its {what} is {theirs}, and {ours} is needed")
         work = work_of(then, then.world or processes, packed)
         each = -(-work.completions // work.engines)
-        for step in steps_of(run):
+        for step in measured_steps(run):
             generated, most = step[Metric.TOKENS_GENERATED], step[Metric.COMPLETIONS_MAX_TOKENS]
             if each > work.slots:
                 like = replace(work, mean_tokens=step[Metric.COMPLETIONS_MEAN_TOKENS])
-                most = decoding_steps(lengths(like, np.random.default_rng(0), each).tolist(), work.slots, work.waves)
+                most = decoding_steps(drawn_lengths(like, np.random.default_rng(0), each).tolist(), work.slots, work.waves)
             own = work.updates * work.trained(generated)
             rows.append((most, generated / work.engines, own, work.updates, work.completions, *(step[key] for key in TIMES)))
     decoding, tokens, own_tokens, passes, completions, generate, reward, train, sync, whole = np.array(rows).T

@@ -18,7 +18,7 @@ def as_messages(prompt: Any, data: DataRecipe, where: str) -> list[dict[str, Any
     system = [{"role": "system", "content": data.system}] if data.system else []
     if isinstance(prompt, str):
         if prompt.lstrip().startswith("[") and is_chat(prompt):
-            raise DataError(f"{where}: the prompt is a text with a chat as JSON; write the list of messages itself, not its text")
+            raise DataError(f"{where}: the prompt is a text with a chat as JSON; write the list itself, in JSON Lines or Parquet")
         return [*system, {"role": "user", "content": prompt}] if data.chat or system else None
     if not isinstance(prompt, Sequence):
         raise DataError(f"{where}: the prompt is {type(prompt).__name__}, not a text or a list of messages")

@@ -114,10 +114,10 @@ class Suffixes:
         """
         try:
             between = self._between(tuple(names), self.kinds[0])
+            shown = answers if self.verbatim else [self._shown(tuple(names), *placed) for placed in enumerate(answers)]
         except Refused as error:
             what = f"{self.section}: the chat template refuses {len(names)} answers to a turn"
             raise SetupError(f"{what}: {error}; {REMEDY}") from error
-        shown = [answer if self.verbatim else self._shown(tuple(names), place, answer) for place, answer in enumerate(answers)]
         front = self.ends[stop_id]
         pieces = [front + ("" if between.own or front == between.end else between.end) + between.pieces[0], *between.pieces[1:]]
         found = self.encode(woven(pieces, shown))

@@ -37,12 +37,12 @@ def addresses(settings: ServerEngineRecipe) -> list[str]:
 def addresses_in(path: Path) -> list[str]:
     """Returns the addresses in a file, or in the files that `rlgen serve --announce` keeps in a folder. Raises OSError."""
     if not path.is_dir():
-        return path.read_text(encoding="utf-8").split()
+        return path.read_text(encoding="utf-8", errors="replace").split()
     found: list[str] = []
     for file in sorted(path.iterdir()):
         if not file.name.startswith("."):  # as one does that is still being written
             with suppress(FileNotFoundError):  # its server has just ended
-                found += file.read_text(encoding="utf-8").split()
+                found += file.read_text(encoding="utf-8", errors="replace").split()
     return found
 
 
@@ -58,14 +58,13 @@ def first_found(listed: Callable[[], list[Server]], place: str, patience: float)
     until = time.monotonic() + patience
     while True:
         there = listed()
-        if wrong := [server.url for server in there if not is_server_address(server.url)]:
-            raise EngineError(f"engine.url: {place} has {wrong[0]!r}; write the address of a server like http://10.0.0.1:8000")
+        if not all(is_server_address(server.url) for server in there):  # what it holds may be a secret, and is not shown
+            raise EngineError(f"engine.url: {place} holds text that is no server's address; write each like http://10.0.0.1:8000")
         health = [(server, server.health()) for server in there]
         if answering := [server for server, status in health if status == 200]:
             return answering
-        for server, status in health:
-            if status == 401:
-                server.look()
+        for server in (one for one, status in health if status == 401):
+            server.look()
         if time.monotonic() > until:
             raise EngineError(f"engine.url: no server of {place} answered within {patience:.0f} s (processes.timeout)")
         time.sleep(1)

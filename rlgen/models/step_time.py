@@ -52,7 +52,7 @@ class Rates:
     rest: float  # saving, and all else
 
 
-def lengths(work: Work, random: np.random.Generator, count: int) -> NDArray[np.int64]:
+def drawn_lengths(work: Work, random: np.random.Generator, count: int) -> NDArray[np.int64]:
     """Draws lengths of `count` completions: log-normal, cut off at the most, with the mean that `work` has."""
     shape = np.exp(work.spread * np.random.default_rng(0).standard_normal(20_000))
     low, high = 0.0, 1e3 * work.most_tokens
@@ -99,7 +99,7 @@ def simulate(work: Work, rates: Rates) -> dict[str, float]:
 
     def ask(until: int) -> None:
         while len(ready) < until:
-            tokens = lengths(work, random, work.completions).tolist()
+            tokens = drawn_lengths(work, random, work.completions).tolist()
             of_step.append(sum(tokens))
             ready.append(max(now, ready[-1] if ready else 0.0) + sampling(work, rates, tokens))
 

@@ -16,9 +16,8 @@ def beside(recipe: Recipe) -> Findings:
     yield from _environment(recipe)
     yield from _own_rollout(recipe)
     yield from _images(recipe)
-    for key, remedy in _by_sampler_logp(recipe.trainer) if recipe.structured_regex is not None else ():
-        what = "engine.structured_regex samples from a part of the vocabulary: the engine's log-probs are not the policy's, so"
-        yield Finding("engine.structured_regex", f"{what} {key} would be wrong", f"{remedy}, or remove engine.structured_regex")
+    if recipe.structured_regex is not None:
+        yield from _regex(recipe.trainer)
     if recipe.rollout.stream:
         for path, why, hint in (*_not_streamed(recipe), *_needs_whole_batch(recipe)):
             what = f"{path} cannot be used with rollout.stream, which trains on groups while others are sampled: {why}"
@@ -111,14 +110,17 @@ def _images(recipe: Recipe) -> Findings:
             yield Finding(path.split()[0], what, hint)
 
 
-def _by_sampler_logp(trainer: TrainerRecipe) -> Iterator[tuple[str, str]]:
-    """Yields the settings that compare the engine's log-probs with others, and how to do without."""
-    if trainer.correction.corrects:
-        yield "trainer.correction", "set trainer.correction to {mode: none}"
-    if isinstance(trainer, PolicyRecipe) and trainer.off_policy_max is not None:
-        yield "trainer.off_policy_max", "remove it"
-    if isinstance(trainer, PolicyRecipe) and trainer.beta > 0 and trainer.kl == "k1_in_reward":
-        yield "trainer.kl k1_in_reward", "set trainer.kl to k3_is"
+def _regex(trainer: TrainerRecipe) -> Findings:
+    """Yields what compares the engine's log-probs with others."""
+    path, policy = "engine.structured_regex", trainer if isinstance(trainer, PolicyRecipe) else PolicyRecipe()
+    for key, used, remedy in (
+        ("trainer.correction", trainer.correction.corrects, "set trainer.correction to {mode: none}"),
+        ("trainer.off_policy_max", policy.off_policy_max is not None, "remove it"),
+        ("trainer.kl k1_in_reward", policy.beta > 0 and policy.kl == "k1_in_reward", "set trainer.kl to k3_is"),
+    ):
+        if used:
+            why = f"{path} samples from a part of the vocabulary: the engine's log-probs are not the policy's"
+            yield Finding(path, f"{why}, so {key} would be wrong", f"{remedy}, or remove {path}")
 
 
 def _not_streamed(recipe: Recipe) -> Iterator[tuple[str, str, str]]:

@@ -53,8 +53,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), resolved: bool = Fals
     Local paths become absolute: relative ones start at the recipe's folder, except `run.dir`.
 
     Args:
-        resolved: the file is the `resolved.yaml` of a run, which holds every value: only overrides are refused for having no
-            effect.
+        resolved: the file is the `resolved.yaml` of a run, which holds every value and was valid when the run began: only
+            overrides are refused for having no effect, and contradictions beside overrides.
 
     Raises:
         RecipeError: with all mistakes, in line order; those in overrides come last.
@@ -79,7 +79,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), resolved: bool = Fals
         problems += without_echoes([(plain(details), translate(details, data, where)) for details in found[:MAX_PROBLEMS]])
         problems += [Problem(MORE, f"and {len(found) - MAX_PROBLEMS} more")] if len(found) > MAX_PROBLEMS else []
     names = _Names(data, where).problems()
-    if recipe is not None and not names:
+    if recipe is not None and not names and (overrides or not resolved):
         problems += [Problem(where(_path(one.path)), one.what, one.hint) for one in _findings(recipe, given)]
     problems += names
     told = {problem.where for problem in problems}

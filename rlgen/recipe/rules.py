@@ -338,10 +338,9 @@ def _server(engine: ServerEngineRecipe, cluster: ClusterRecipe | None) -> Findin
     """Yields contradictions within the settings of servers, which a cluster may start."""
     urls, count, gpus = servers(engine), engine.servers, engine.gpus
     if not urls and not engine.launch and not (cluster and cluster.servers):
-        start = "engine.launch" if cluster is None else "cluster.servers"
-        what = f"engine.kind is server, but neither engine.url nor {start} is set"
-        other = "engine.launch to true" if cluster is None else "cluster.servers to their number"
-        yield Finding("engine.kind", what, f"set engine.url to what `rlgen serve` printed, or {other}")
+        key, value = ("engine.launch", "true") if cluster is None else ("cluster.servers", "their number")
+        what = f"engine.kind is server, but neither engine.url nor {key} is set"
+        yield Finding("engine.kind", what, f"set engine.url to what `rlgen serve` printed, or {key} to {value}")
     if urls and engine.launch:
         what = "engine.url names a running server, but engine.launch is true: rlgen would start another"
         yield Finding("engine.url", what, "remove one of them")
@@ -400,8 +399,9 @@ def notices(recipe: Recipe) -> Iterator[str]:
         yield from _of_servers(engine)
     if recipe.model.lora is not None and rate < SMALL_FOR_LORA:
         yield f"optim.learning_rate {rate:g} is usual for full weights; adapters start at zero and need ten times as much or more"
-    if isinstance(trainer, PolicyRecipe) and trainer.of_rows is not None:
-        one_ratio = f"trainer.{trainer.of_rows} has one ratio for a completion; trainer."
+    key, whole = ("loss", ("gspo", "luspo")) if isinstance(trainer, GRPORecipe) else ("ratio", ("sequence",))
+    if isinstance(trainer, GRPORecipe | RLOORecipe) and (value := getattr(trainer, key)) in whole:
+        one_ratio = f"trainer.{key} {value} has one ratio for a completion; trainer."
         if trainer.correction.of_tokens:
             yield f"{one_ratio}correction.mode {trainer.correction.mode} weighs it by the mean of its tokens' weights"
         if trainer.top_entropy < 1:

@@ -112,11 +112,6 @@ class PolicyRecipe(Strict):
     correction: CorrectionRecipe = CorrectionRecipe()
     """Importance weights for the difference between the engine's and the trainer's log-probs."""
 
-    @property
-    def of_rows(self) -> str | None:
-        """Returns the setting by which all tokens of a completion have one ratio; None: each has its own."""
-        return None
-
 
 # Losses that have their own settings, prefixed with the loss's name, instead of clip_low, clip_high and delta.
 OWN_SETTINGS = ("cispo", "sapo", "vespo")
@@ -163,10 +158,6 @@ class GRPORecipe(PolicyRecipe, Preset):
     vespo_lambda_negative: Annotated[float, Field(strict=True, ge=0, le=100)] = 2.0
     """The lambda of negative advantages."""
 
-    @property
-    def of_rows(self) -> str | None:
-        return f"loss {self.loss}" if self.loss in ("gspo", "luspo") else None
-
 
 class RLOORecipe(PolicyRecipe):
     kind: Literal["rloo"]
@@ -182,10 +173,6 @@ class RLOORecipe(PolicyRecipe):
     """Lowest and highest reward. Rewards outside are moved to these bounds, before a KL is subtracted."""
     normalize_advantages: StrictBool = False
     """Also centre and scale the advantages over the whole rollout."""
-
-    @property
-    def of_rows(self) -> str | None:
-        return "ratio sequence" if self.ratio == "sequence" else None
 
 
 class OwnRecipe(PolicyRecipe):

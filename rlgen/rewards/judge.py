@@ -132,11 +132,11 @@ def transcript(prompt: str, messages: Sequence[Mapping[str, Any]] | None) -> str
     if messages is None:
         return prompt
     if len(messages) == 1:
-        return text_of(messages[0])
-    return "\n\n".join(f"{message['role']}: {text_of(message)}" for message in messages)
+        return message_text(messages[0])
+    return "\n\n".join(f"{message['role']}: {message_text(message)}" for message in messages)
 
 
-def text_of(message: Mapping[str, Any]) -> str:
+def message_text(message: Mapping[str, Any]) -> str:
     """Returns the text of a message, with [image] in the place of each image."""
     content = message["content"]
     return content if isinstance(content, str) else "".join(part.get("text", "[image]") for part in content)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlgen.errors import RewardError
 from rlgen.recipe.judges import RewardModelArgs
-from rlgen.rewards.judge import text_of, win_rates
+from rlgen.rewards.judge import message_text, win_rates
 from rlgen.worker_pool.source import FunctionFacts
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class RewardModel:
             raise RewardError("the prompt is a chat, and the reward model has no chat template; set args.chat to false")
         if chat:
             turns = [{"role": "user", "content": prompt}] if messages is None else messages
-            turns = [*({**turn, "content": text_of(turn)} for turn in turns), {"role": "assistant", "content": completion}]
+            turns = [*({**turn, "content": message_text(turn)} for turn in turns), {"role": "assistant", "content": completion}]
             text = self._tokenizer.apply_chat_template(turns, tokenize=False)
         ids: list[int] = self._tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"]
         self._rows += 1

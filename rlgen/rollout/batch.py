@@ -105,7 +105,7 @@ def deal(
     """
     if not units:
         return [[] for _ in range(world)]
-    size, together = len(units[0]), dealt(units, lengths, budget * sharing, world // sharing, prompts, attention)
+    size, together = len(units[0]), deal_alone(units, lengths, budget * sharing, world // sharing, prompts, attention)
     return [
         [[row for at in range(first * size, len(rows), sharing * size) for row in rows[at : at + size]] for rows in passes]
         for passes in together
@@ -113,11 +113,10 @@ def deal(
     ]
 
 
-def dealt(
+def deal_alone(
     units: Sequence[Sequence[int]], lengths: Sequence[int], budget: int, world: int, prompts: Prompts | None, attention: float
 ) -> list[list[list[int]]]:
     """Does what `deal` does, for processes that compute their passes alone."""
-
     if world == 1:
         return [plan(units, lengths, budget, prompts)]
 

@@ -85,9 +85,8 @@ def failed_rewards(record: Record) -> float | None:
 
 
 def unscored(record: Record) -> float | None:
-    """Returns the share of the step's samples without a reward; it has more samples than others if groups were resampled."""
-    lost, tokens = record.get(Metric.REWARD_UNSCORED), record.get(Metric.TOKENS_GENERATED)
-    mean = record.get(Metric.COMPLETIONS_MEAN_TOKENS)
+    """Returns the share of the step's samples without a reward. Resampled groups count, too: all tokens by their mean."""
+    lost, tokens, mean = map(record.get, (Metric.REWARD_UNSCORED, Metric.TOKENS_GENERATED, Metric.COMPLETIONS_MEAN_TOKENS))
     return None if lost is None or not tokens or not mean else lost / round(tokens / mean)
 
 

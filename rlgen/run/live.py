@@ -175,7 +175,7 @@ def curve(values: Sequence[float | None], steps: int, width: int) -> list[Text]:
     if not known:
         return []
     low, high = min(known), max(known)
-    labels = [short(high), *[""] * (CURVE - 2), short(low)]
+    labels = [shortened(high), *[""] * (CURVE - 2), shortened(low)]
     room = width - LABEL
     columns = [mean_of_column(values, steps, place, room) for place in range(min(room, -(-len(values) * room // steps)))]
     top = CURVE * len(BLOCKS) - 1
@@ -189,7 +189,7 @@ def curve(values: Sequence[float | None], steps: int, width: int) -> list[Text]:
     return lines
 
 
-def short(value: float) -> str:
+def shortened(value: float) -> str:
     """Returns a number with as many digits as its place beside the curve has: "0.531", "-1000.0", "-1e+09"."""
     return next(text for form in (".3f", ".1f", ".0f", ".0e") if len(text := f"{value:{form}}") <= LABEL - 7)
 

@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rlgen.algorithms.own import OwnAlgorithm
 from rlgen.engines.base import EngineInfo
 from rlgen.errors import DataError, UsageError
 from rlgen.files import write_json, write_text
-from rlgen.recipe import Recipe, dump_recipe, load_recipe
+from rlgen.recipe import dump_recipe, load_recipe
 from rlgen.recipe.load import effective
 from rlgen.recipe.trainers import OwnRecipe, TrainerRecipe
 from rlgen.recipe.yaml import by_key
@@ -76,7 +75,7 @@ def same_inputs(directory: RunDirectory, data: Data, now: Mapping[str, str | Non
             " come in another order, some of them twice. Bring the data back, or start a new run with model.path at a checkpoint"
             " of this one"
         )
-    same_sizes(directory.resolved, data.recipe)
+    same_sizes(directory, data)
     held_out = None if data.held_out is None else data.held_out.rows.fingerprint
     if held_out is not None and (was := last.get("eval", {}).get("fingerprint", held_out)) != held_out:
         raise DataError(
@@ -104,9 +103,9 @@ def same_inputs(directory: RunDirectory, data: Data, now: Mapping[str, str | Non
     return last.get("weights")
 
 
-def same_sizes(resolved: Path, recipe: Recipe) -> None:
-    """Raises UsageError if a size that the recipe does not set is another than in the last attempt, which set it, maybe."""
-    before, now = (by_key(effective(one)) for one in (load_recipe(resolved, resolved=True).recipe, recipe))
+def same_sizes(directory: RunDirectory, data: Data) -> None:
+    """Raises UsageError if a size is another than in the last attempt: the recipe no longer sets it, and another follows."""
+    before, now = (by_key(effective(one)) for one in (load_recipe(directory.resolved, resolved=True).recipe, data.recipe))
     if changed := [key for key in SIZES if before.get(key) not in (None, now.get(key))]:
         told = ", ".join(f"{key} was {before[key]} and is {now.get(key) or 'unset'} now" for key in changed)
         raise UsageError(f"--resume: {told}; set it as it was, or start a new run")

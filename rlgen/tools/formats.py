@@ -111,6 +111,11 @@ def json_of(text: str) -> Any:
         return Malformed(f"it is no JSON: {error}"[:SHOWN])
 
 
+def only(part: str, text: str) -> bool:
+    """Returns whether a text is parts of this form and nothing else, in linear time whatever it holds."""
+    return re.fullmatch(rf"(?>\s*+{part})*+\s*", text, re.S) is not None
+
+
 def one_object(text: str) -> list[Found]:
     return [call_of(json_of(text))]
 
@@ -192,8 +197,7 @@ def glm(text: str) -> list[Found]:
     """Reads a name, and pairs of <arg_key> and <arg_value>."""
     name = text.partition("<arg_key>")[0].strip()
     pair = r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>"
-    rest = re.sub(pair, "", text.strip().removeprefix(name), flags=re.S)
-    if not re.fullmatch(r"[\w.-]+", name) or rest.strip():
+    if not re.fullmatch(r"[\w.-]+", name) or not only(pair, text.strip().removeprefix(name)):
         return [Malformed("it is no name with pairs of arg_key and arg_value")]
     return [ToolCall(name, {key.strip(): value for key, value in re.findall(pair, text, re.S)})]
 
@@ -204,7 +208,7 @@ def qwen_xml(text: str) -> list[Found]:
     if not whole:
         return [Malformed("it is no <function=name> ... </function>")]
     inner = r"<parameter=([\w.-]+)>\n?(.*?)\n?</parameter>"
-    if re.sub(inner, "", whole[2], flags=re.S).strip():
+    if not only(inner, whole[2]):
         return [Malformed("it has more than <parameter=name> ... </parameter> in it")]
     return [ToolCall(whole[1], dict(re.findall(inner, whole[2], re.S)))]
 
@@ -215,8 +219,8 @@ def gemma(text: str) -> list[Found]:
     whole = re.fullmatch(r"\s*call:([\w.-]+)\{(.*)\}\s*", text, re.S)
     if not whole:
         return [Malformed("it is no call:name{...}")]
-    pair = r"\s*([\w.-]+)\s*:\s*(?:<escape>(.*?)<escape>|([^,<>]*))\s*(?:,|\Z)"
-    if re.sub(pair, "", whole[2], flags=re.S).strip():
+    pair = r"([\w.-]++)\s*+:\s*+(?:<escape>(.*?)<escape>|([^,<>]*+))\s*+(?:,|\Z)"
+    if not only(pair, whole[2]):
         return [Malformed("its arguments are no pairs key:value")]
     found = re.finditer(pair, whole[2], re.S)
     return [ToolCall(whole[1], {one[1]: unquoted_value(one[3].strip()) if one[2] is None else one[2] for one in found})]

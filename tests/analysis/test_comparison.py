@@ -13,7 +13,6 @@ import pytest
 from conftest import Proof
 from helpers.browser import browser, console, needs_browser, open_page, requests, texts_of
 from helpers.runs import bare_run, make_run
-from matplotlib.figure import Figure
 from rich.console import Console
 from selenium.webdriver import Chrome
 from typer.testing import CliRunner
@@ -23,7 +22,6 @@ from rlgen.analysis.charts import Chart, Line, chart_of
 from rlgen.analysis.comparison import compare, differences_of
 from rlgen.analysis.interval import of_series
 from rlgen.analysis.plot import HEIGHT, plot
-from rlgen.analysis.png import COLOURS, paint
 from rlgen.analysis.report import ASSETS, island
 from rlgen.analysis.run import Run, read_run
 from rlgen.cli.app import app
@@ -32,8 +30,7 @@ from rlgen.errors import SetupError, UsageError
 REWARD = "reward/mean"
 GRPO: dict[str, Any] = {"trainer": {"kind": "grpo"}}
 RLOO: dict[str, Any] = {"trainer": {"kind": "rloo"}, "optim": {"learning_rate": 2e-6}}
-EXACT: dict[str, Any] = {"use": "exact_match"}
-LENGTH: dict[str, Any] = {"use": "length", "args": {"target": 60}, "weight": 1.0}  # ten times that of `helpers.runs`
+EXACT, LENGTH = {"use": "exact_match"}, {"use": "length", "args": {"target": 60}, "weight": 1.0}  # ten times `helpers.runs`
 HOSTILE = "</script><script>document.title='pwned'</script><img src=x onerror=alert(1)> [bold red]x[/] \x1b[31m \u202e"
 
 
@@ -403,22 +400,6 @@ def test_the_curves_as_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     done = CliRunner().invoke(app, ["compare", *map(str, runs), "--html", "--png", "--out", str(tmp_path / "none.html")])
     assert isinstance(done.exception, SetupError) and not (tmp_path / "none.html").exists()
-
-
-@pytest.mark.parametrize("values, dots", [([0.5], [0]), ([1.0, None, 2.0, 3.0, None, 4.0], [0, 5]), ([1.0, 2.0], [])])
-def test_a_value_without_neighbours_is_a_dot(values: list[float | None], dots: list[int]) -> None:
-    """A line through one point is invisible: that of a run of one step, or of one evaluation."""
-    axes = Figure().add_subplot()
-    paint(axes, chart_of("reward/mean", "", "", range(len(values)), [Line(label="A", values=values)]))
-    (line,) = axes.get_lines()
-    assert (line.get_marker(), line.get_markevery()) == (".", dots)
-
-
-def test_more_lines_than_colours_are_drawn() -> None:
-    axes = Figure().subplots()
-    named = [Line(label=chr(65 + place), values=[0.0, 1.0]) for place in range(len(COLOURS) + 2)]
-    paint(axes, replace(chart_of("", "Evaluation", "Evaluation: mine", [1, 2], named), unit="s", axis="tokens"))
-    assert len(axes.lines) == len(named) and axes.get_xlabel() == "tokens" and axes.get_title("left") == "Evaluation: mine (s)"
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ def test_others_get_an_address_that_they_reach(host: str, url: str) -> None:
 @pytest.mark.parametrize(
     "engine",
     [
-        {"kind": "server", "launch": True, "max_model_len": 40, "timeout": 9.0, "transfer_dir": "/a b", "restarts": 7},
+        {"kind": "server", "launch": True, "max_model_len": 40, "timeout": 9.0, "transfer_dir": "/a \U0001f600", "restarts": 7},
         {"kind": "server", "launch": True, "in_flight": {"recompute": False}, "servers": 2, "port": 9},
         {"kind": "colocated", "dtype": "bfloat16", "max_model_len": 40},
     ],
@@ -47,7 +47,7 @@ def test_others_get_an_address_that_they_reach(host: str, url: str) -> None:
 def test_the_command_that_is_printed_has_all_settings_of_the_run(recipe_file: Path, engine: dict[str, Any]) -> None:
     more = ["rollout.async_steps=1"] if "in_flight" in engine else []
     more += ["rollout.max_completion_tokens=8", "data.max_prompt_tokens=8"]
-    served = load_recipe(recipe_file, [*more, f"engine={json.dumps(engine)}"])
+    served = load_recipe(recipe_file, [*more, f"engine={json.dumps(engine, ensure_ascii=False)}"])
     to_it = connection(server_settings(served.recipe, None, None), "http://a:1")
     found = load_recipe(recipe_file, [*more, to_it]).recipe.engine
     kept = {name: value for name, value in engine.items() if name not in ("launch", "servers", "port")}

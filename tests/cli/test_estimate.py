@@ -160,8 +160,8 @@ def test_a_cluster_has_as_many_processes_as_trainers(recipe: Path, capsys: pytes
     cluster = "cluster={kind: ray, trainers: 4}"
     found = report(recipe, cluster)
     assert found["processes"]["count"] == 4 and found["micro_batch"] == report(recipe, "processes.count=4")["micro_batch"]
-    estimate_command(recipe, [*SIZES, cluster], 80, True, Machines(nodes=2, gpus=8))
-    assert json.loads(capsys.readouterr().out)["processes"]["count"] == 16
+    estimate_command(recipe, [*SIZES, cluster], 80, True, Machines(nodes=2, gpus=4))
+    assert json.loads(capsys.readouterr().out)["processes"]["count"] == 8
 
 
 def test_no_setting_is_advised_that_the_recipe_refuses(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

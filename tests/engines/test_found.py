@@ -1,6 +1,7 @@
 """Servers that are found, and servers that are refused."""
 
 import json
+import os
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -38,7 +39,7 @@ def test_a_file_that_names_no_servers_or_only_such_as_refuse_the_token_is_an_err
     settings = settings_of(file.as_uri())
 
     def found(text: str, status: int = 200) -> list[str]:
-        file.write_text(text)
+        file.write_bytes(os.fsencode(text))
         servers = [Told(url, "token", HANGS) for url in addresses(settings)]
         for number, server in enumerate(servers):
             server.status = 0 if number else status  # only the first of them answers
@@ -47,7 +48,8 @@ def test_a_file_that_names_no_servers_or_only_such_as_refuse_the_token_is_an_err
     assert found("http://a:1/\nhttp://b:1\nhttp://a:1\n") == ["http://a:1"]
     assert addresses(settings) == ["http://a:1", "http://b:1"]
     for text, status, words in (
-        ("http://a:1\na:2", 200, r"FILE has 'a:2'; write the address of a server like http://"),
+        ("http://a:1\nhf_secret", 200, "FILE holds text that is no server's address; write each like http://10.0.0.1:8000$"),
+        ("\udcff", 200, "FILE holds text that is no server"),
         ("http://a:1\nhttp://b:1", 401, r"http://a:1 refuses rlgen's token; set the variable that engine\.token_env names"),
         ("http://a:1\nhttp://b:1", 503, r"no server of FILE answered within 0 s \(processes\.timeout\)"),
     ):

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlgen.models.step_time import Rates, Work, decoding_steps, fit, lengths, simulate
+from rlgen.models.step_time import Rates, Work, decoding_steps, drawn_lengths, fit, simulate
 
 # 6 completions of exactly 10 tokens.
 WORK = Work(
@@ -71,7 +71,7 @@ def test_an_engine_fills_a_free_place_and_transformers_wait_for_the_longest() ->
 
 @pytest.mark.parametrize("mean", [20, 100, 190])
 def test_lengths_have_the_mean_and_a_tail_that_is_cut_off(mean: int) -> None:
-    drawn = lengths(replace(WORK, mean_tokens=mean, spread=0.6, most_tokens=200), np.random.default_rng(3), 20_000)
+    drawn = drawn_lengths(replace(WORK, mean_tokens=mean, spread=0.6, most_tokens=200), np.random.default_rng(3), 20_000)
     assert drawn.mean() == pytest.approx(mean, rel=0.02) and drawn.min() >= 1 and drawn.max() <= 200
     assert (drawn == 200).mean() == pytest.approx({20: 0.0, 100: 0.09, 190: 0.8}[mean], abs=0.01)
 

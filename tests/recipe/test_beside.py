@@ -1,4 +1,4 @@
-"""What a recipe with images, `rollout.stream` or sinks is refused beside, each with its sentence, and what goes with it."""
+"""What images, `rollout.stream`, sinks, a regular expression and ratios of completions do not go with, and what they go with."""
 
 import re
 from pathlib import Path
@@ -67,6 +67,13 @@ def test_a_stream_is_refused_beside_what_needs_the_whole_batch(tmp_path: Path, p
 )
 def test_a_stream_goes_with_what_stays_within_a_group(tmp_path: Path, overrides: list[str]) -> None:
     load_recipe(written(tmp_path, STREAM), overrides)
+
+
+def test_streaming_in_one_process_is_noted(recipe_file: Path) -> None:
+    said = "rollout.stream with engine.kind colocated: engine and trainer share one Python interpreter"
+    for engine, noted in (("{kind: colocated}", True), ("{kind: server, launch: true}", False)):
+        loaded = load_recipe(recipe_file, [f"engine={engine}", "rollout.stream=true"])
+        assert any(note.startswith(said) for note in loaded.notices) == noted
 
 
 @pytest.mark.parametrize(
@@ -164,3 +171,26 @@ def test_log_probs_of_a_regular_expression_are_compared_with_no_others(
     else:
         (found,) = problems(recipe_file, *overrides)
         assert f"the engine's log-probs are not the policy's, so {wrong} would be wrong" in found
+
+
+@pytest.mark.parametrize("trainer", ["loss: gspo", "loss: luspo", "kind: rloo, ratio: sequence", "loss: gspo_token"])
+def test_what_weighs_a_whole_completion_is_noted(recipe_file: Path, trainer: str) -> None:
+    said = "has one ratio for a completion; trainer."
+
+    def noted(rest: str) -> list[str]:
+        found = load_recipe(recipe_file, [f"trainer={{{trainer}, updates_per_rollout: 2, {rest}}}"]).notices
+        return [note.partition(said)[2].split()[0] for note in found if said in note]
+
+    whole = "gspo_token" not in trainer
+    assert noted("correction: {mode: none}") == []
+    assert noted("correction: {mode: sequence_mask}, top_entropy: 0.5") == ["top_entropy"] * whole
+    if "rloo" not in trainer:  # it refuses weights of tokens
+        assert noted("correction: {mode: icepop}") == noted("clip_low: 1.0e-4") == ["correction.mode"] * whole
+
+
+def test_a_ratio_of_completions_has_an_effect_where_some_tokens_are_kept(recipe_file: Path) -> None:
+    """In a single update, too: it decides whether only those tokens or all of the completion are learned from."""
+    ratio = "kind: rloo, ratio: sequence, correction: {mode: none}"
+    load_recipe(recipe_file, [f"trainer={{{ratio}, top_entropy: 0.5}}"])
+    (found,) = problems(recipe_file, f"trainer={{{ratio}}}")
+    assert "trainer.ratio has no effect when trainer.updates_per_rollout is 1" in found

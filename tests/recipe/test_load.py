@@ -287,36 +287,6 @@ def test_what_a_cluster_starts_differently_is_refused(recipe_file: Path, cluster
     assert served.recipe.cluster is not None and served.recipe.cluster.restarts == 3
 
 
-def test_streaming_in_one_process_is_noted(recipe_file: Path) -> None:
-    said = "rollout.stream with engine.kind colocated: engine and trainer share one Python interpreter"
-    for engine, noted in (("{kind: colocated}", True), ("{kind: server, launch: true}", False)):
-        loaded = load_recipe(recipe_file, [f"engine={engine}", "rollout.stream=true"])
-        assert any(note.startswith(said) for note in loaded.notices) == noted
-
-
-@pytest.mark.parametrize("trainer", ["loss: gspo", "loss: luspo", "kind: rloo, ratio: sequence", "loss: gspo_token"])
-def test_what_weighs_a_whole_completion_is_noted(recipe_file: Path, trainer: str) -> None:
-    said = "has one ratio for a completion; trainer."
-
-    def noted(rest: str) -> list[str]:
-        found = load_recipe(recipe_file, [f"trainer={{{trainer}, updates_per_rollout: 2, {rest}}}"]).notices
-        return [note.partition(said)[2].split()[0] for note in found if said in note]
-
-    whole = "gspo_token" not in trainer
-    assert noted("correction: {mode: none}") == []
-    assert noted("correction: {mode: sequence_mask}, top_entropy: 0.5") == ["top_entropy"] * whole
-    if "rloo" not in trainer:  # it refuses weights of tokens
-        assert noted("correction: {mode: icepop}") == noted("clip_low: 1.0e-4") == ["correction.mode"] * whole
-
-
-def test_a_ratio_of_completions_has_an_effect_where_some_tokens_are_kept(recipe_file: Path) -> None:
-    """In a single update, too: it decides whether only those tokens or all of the completion are learned from."""
-    ratio = "kind: rloo, ratio: sequence, correction: {mode: none}"
-    assert load_recipe(recipe_file, [f"trainer={{{ratio}, top_entropy: 0.5}}"]).recipe.trainer.of_rows == "ratio sequence"
-    (found,) = problems(recipe_file, f"trainer={{{ratio}}}")
-    assert "trainer.ratio has no effect when trainer.updates_per_rollout is 1" in found
-
-
 def test_recipes_with_servers(recipe_file: Path, tmp_path: Path) -> None:
     there = load_recipe(recipe_file, ["engine={kind: server, url: ['http://127.0.0.1:1', 'http://10.0.0.7:2/a']}"])
     assert isinstance(there.recipe.engine, ServerEngineRecipe)

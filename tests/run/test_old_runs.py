@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from rlgen.analysis.run import read_run
 from rlgen.cli import evaluate
 from rlgen.cli.app import app
+from rlgen.errors import RecipeError
 from rlgen.rollout.read import rollout_steps
 from rlgen.run.directory import read_records
 from rlgen.setup.change import with_changes
@@ -57,7 +58,7 @@ def test_an_old_run_is_resumed_and_read(old: Path) -> None:
     assert "copy" in rlgen("compare", "old", "copy")
 
 
-def test_a_key_that_has_no_effect_today_is_no_mistake_of_an_old_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_refused_today_is_no_mistake_of_an_old_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = bare_run(tmp_path / "run", [0.5])
     resolved = run / "resolved.yaml"
     resolved.write_text(resolved.read_text().replace("rollout:\n", "rollout:\n  max_staleness: 1\n"))
@@ -66,3 +67,7 @@ def test_a_key_that_has_no_effect_today_is_no_mistake_of_an_old_run(tmp_path: Pa
     assert with_changes(resolved, recipe, ["trainer.beta=0.5"])[1] == {"trainer.beta": (0.0, 0.5)}
     monkeypatch.setattr(evaluate, "read_manifest", lambda _: SimpleNamespace(step=1))
     assert evaluate.checkpoint_of(recipe, run / "checkpoints" / "step_000001").model == recipe.model
+    resolved.write_text(resolved.read_text().replace("structured_regex: null", "structured_regex: x"))
+    assert read_run(run).recipe.structured_regex == "x"  # beside trainer.correction
+    with pytest.raises(RecipeError, match=r"so trainer.correction would be wrong"):
+        with_changes(resolved, recipe, ["trainer.beta=0.5"])

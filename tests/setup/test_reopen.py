@@ -129,11 +129,10 @@ def test_a_size_that_is_no_longer_set_is_another(tmp_path: Path, key: str, value
     for name, count in (("train", 3), ("other", 2)):
         written(tmp_path, "".join(f'{{"q": "{name} {row}", "a": "1"}}\n' for row in range(count)), f"{name}.jsonl")
     before, loaded = load_recipe(recipe, [f"{key}={value}"]), load_recipe(recipe)
-    run = RunDirectory.create(tmp_path / "run", "", dump_recipe(open_data(before.recipe).recipe))
-    run.close()
-    reopen(run.path, loaded).close()
+    RunDirectory.create(tmp_path / "run", "", dump_recipe(open_data(before.recipe).recipe)).close()
+    (run := reopen(tmp_path / "run", loaded)).close()
     with nullcontext() if refused is None else pytest.raises(UsageError, match=f"{key} {refused}; set it as it was"):
-        same_sizes(run.resolved, open_data(loaded.recipe).recipe)
+        same_sizes(run, open_data(loaded.recipe))
 
 
 def test_clean_keeps_what_the_new_run_reads(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from rlgen.cli.rollouts import block
 from rlgen.cli.train import train_command
 from rlgen.data.source import load_rows
 from rlgen.data.suffix import Suffixes
-from rlgen.errors import SetupError, ToolError, UsageError
+from rlgen.errors import ToolError, UsageError
 from rlgen.models.tiny import CHAT_TEMPLATE
 from rlgen.recipe import load_recipe
 from rlgen.recipe.data import DataRecipe
@@ -316,42 +316,6 @@ def test_a_failed_conversation_has_no_reward(arenas: Callable[..., EnvPool]) -> 
     assert sample.counts == {"steps": 2, "raised": 1} and messages[-2] == {"role": "assistant", "content": "raise"}
     with pytest.raises(RuntimeError, match="error: ValueError: no"):
         environment(messages)
-
-
-def test_a_template_that_changes_a_turn_is_refused(arenas: Callable[..., EnvPool]) -> None:
-    tokenizer = tokenizer_of(FAMILIES["qwen2.5"])
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ '' if loop.last or m.role != 'assistant' else '! ' }}{{ m.content }}"
-        "<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    with pytest.raises(
-        SetupError,
-        match=r"environment: the chat template of .* changes an earlier turn \(plain\) once the environment has answered",
-    ):
-        Suffixes(tokenizer, DataRecipe(source="x"), (), [end], "user")
-
-
-def test_a_template_that_asks_whether_there_are_tools_is_told_that_there_are_none() -> None:
-    """Those of Mistral show the tools in the last message of the user."""
-    tokenizer = tokenizer_of(FAMILIES["qwen2.5"])
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'user' %}{{ '' if tools is none else '[TOOLS]' }}[{{ m.content }}]"
-        "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
-    )
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    suffixes = Suffixes(tokenizer, DataRecipe(source="x"), (), [end], "user")
-    assert tokenizer.decode(suffixes.ids(["environment"], ["higher"], end)) == "[higher]"
-
-
-def test_an_observation_is_trimmed_where_the_template_trims() -> None:
-    tokenizer = tokenizer_of(FAMILIES["qwen2.5"])
-    tokenizer.chat_template = CHAT_TEMPLATE.replace("message['content']", "message['content'] | trim")
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    suffixes = Suffixes(tokenizer, DataRecipe(source="x"), (), [end], "user")
-    read = tokenizer.decode(suffixes.ids(["environment"], [" higher\n"], end))
-    assert read == "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
 
 
 RECIPE = """\

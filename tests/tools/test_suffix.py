@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlgen.data.suffix import Suffixes
 from rlgen.errors import SetupError
+from rlgen.models.tiny import CHAT_TEMPLATE
 from rlgen.recipe.data import DataRecipe
 from rlgen.rollout.conversations import Dialogue, turn_seed
 from rlgen.rollout.sample import rollout, sample_seed
@@ -21,11 +22,16 @@ __all__ = ["boxes"]
 SCHEMA = {"type": "function", "function": {"name": "f", "description": "F.", "parameters": {"type": "object", "properties": {}}}}
 
 
-def opened(template: str, family: str = "qwen2.5") -> Suffixes:
+def opened(template: str, family: str = "qwen2.5", environment: bool = False) -> Suffixes:
     tokenizer = tokenizer_of(FAMILIES[family])
     tokenizer.chat_template = template
     ends = [tokenizer.convert_tokens_to_ids(end) for end in FAMILIES[family].ends]
-    return Suffixes(tokenizer, DataRecipe(source="x"), [SCHEMA], ends)
+    return Suffixes(tokenizer, DataRecipe(source="x"), () if environment else [SCHEMA], ends, "user" if environment else "tool")
+
+
+def observed(suffixes: Suffixes, observation: str) -> str:
+    """What the model reads after its turn."""
+    return suffixes.tokenizer.decode(suffixes.ids(["environment"], [observation], next(iter(suffixes.ends))))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -172,6 +178,32 @@ def test_a_template_that_refuses_so_many_answers_ends_the_run(boxes: Any) -> Non
     talk = ConversationState(conversation=0, prompt=prompt, sample_index=0, turn=0, completion=turn, last=False)
     error = answered(turns_of(boxes("add"), tokenizer, ["<|im_end|>"]).reply, talk, 4000)
     assert "tools: the chat template refuses 2 answers to a turn: TemplateError: one; set data.chat_template" in str(error)
+
+
+def test_an_environment_whose_template_changes_a_turn_is_refused() -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ '' if loop.last or m.role != 'assistant' else '! ' }}{{ m.content }}"
+        "<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    said = r"environment: the chat template of .* changes an earlier turn \(plain\) once the environment has answered"
+    with pytest.raises(SetupError, match=said):
+        opened(template, environment=True)
+
+
+def test_a_template_that_asks_whether_there_are_tools_is_told_that_there_are_none() -> None:
+    """Those of Mistral show the tools in the last message of the user."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ '' if tools is none else '[TOOLS]' }}[{{ m.content }}]"
+        "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    assert observed(opened(template, environment=True), "higher") == "[higher]"
+
+
+def test_an_observation_is_trimmed_where_the_template_trims() -> None:
+    template = CHAT_TEMPLATE.replace("message['content']", "message['content'] | trim")
+    read = observed(opened(template, environment=True), " higher\n")
+    assert read == "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_a_turn_may_have_many_answers() -> None:

@@ -60,7 +60,10 @@ def test_every_form_is_read() -> None:
         ("qwen_xml", "<tool_call><function=add><parameter=a>1</function></tool_call>"),
         ("glm", "<tool_call>add me</tool_call>"),
         ("glm", "<tool_call></tool_call>"),
-        ("glm", "<tool_call>add" + "<arg_key>a</arg_key><arg_value>" * 1000),  # not in cubic time: minutes
+        # In time that is linear in their length: these would take minutes.
+        ("glm", "<tool_call>add" + "<arg_key>a</arg_key><arg_value>" * 20_000),
+        ("qwen_xml", "<tool_call><function=add>" + "<parameter=a>" * 20_000 + "</function></tool_call>"),
+        ("gemma", "<start_function_call>call:add{a:" + " " * 9_000 + "<}<end_function_call>"),
         ("glm", "<tool_call> <arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"),
         ("llama", '{"name": "add", "parameters": {"a": '),
         ("mistral", "[TOOL_CALLS]"),
