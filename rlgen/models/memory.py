@@ -6,6 +6,7 @@ backward pass of a micro-batch is exact for every architecture. The rest is arit
 
 import copy
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -173,10 +174,10 @@ def fake_model(config: PreTrainedConfig, attention: str, dtype: torch.dtype) -> 
     return model.eval()
 
 
-def cache_elements(config: PreTrainedConfig) -> int:
+def cache_elements(config: PreTrainedConfig, heads: Sequence[str] = KV_HEADS) -> int:
     """Returns the KV-cache elements per token: 2 * kv_heads * head_dim of each layer with attention. Ignores sliding windows.
 
-    Raises SetupError if the config does not say how many layers there are.
+    `heads`: keys of configs with the number of heads. Raises SetupError if the config does not say how many layers there are.
     """
     text = config.get_text_config()
     if not getattr(text, "num_hidden_layers", None):
@@ -185,16 +186,14 @@ def cache_elements(config: PreTrainedConfig) -> int:
             " set engine.kind to transformers"
         )
     # In some models (Gemma 4) the sizes differ by layer, and only the layers' own configs have them.
-    return sum(layer_elements(layer) for layer in getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers)
+    layers = getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
+    return sum(layer_elements(layer, heads) for layer in layers)
 
 
-def layer_elements(layer: PreTrainedConfig) -> int:
+def layer_elements(layer: PreTrainedConfig, heads: Sequence[str]) -> int:
     """Returns the KV-cache elements per token of one layer; 0 without attention."""
-    heads = [count for name in KV_HEADS if (count := getattr(layer, name, None))]
-    if not heads:
-        return 0
-    head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
-    return int(2 * heads[0] * head_dim)
+    count = next((count for name in heads if (count := getattr(layer, name, None))), 0)
+    return int(2 * count * (getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)) if count else 0
 
 
 def keeps_states(config: PreTrainedConfig) -> bool:

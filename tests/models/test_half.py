@@ -125,6 +125,14 @@ def test_log_probs_and_gradients_are_those_of_a_model_that_is_held_in_bfloat16(n
         assert gap <= 2**-8 * size, path  # the head's share is added up in float32
 
 
+@pytest.mark.parametrize("name", ["qwen3", "phi"])
+def test_what_is_computed_wider_has_the_weights_that_an_engine_holds(name: str) -> None:
+    held = Policy(load_model(str(build_tiny(name)), None, torch.bfloat16, "sdpa", CPU).float(), torch.float32, True)
+    policy, batch = Policy(tiny_model(name), torch.bfloat16, True), random_batch(8, (16, 9, 16))
+    found = policy.scores_in(batch, (WHOLE,), torch.bfloat16, torch.float32)[0]
+    assert (found - held(batch, (WHOLE,)).logp).abs().max() < 1e-5
+
+
 def test_a_copy_computes_with_its_own_weights() -> None:
     policy = Policy(tiny_model("qwen3"), torch.bfloat16, True)
     reference = copy.deepcopy(policy)
