@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from rlgen.errors import SetupError
 from rlgen.losses.logp import CHUNK_LOGITS
 from rlgen.models.decoder import attention_of, decoder_of, one_sequence_a_row
+from rlgen.models.memory_errors import refused_with
 from rlgen.models.parallel import SPLIT, plan_of_layers
 
 GIB = 1 << 30
@@ -202,11 +203,9 @@ def keeps_states(config: PreTrainedConfig) -> bool:
     return not cache_elements(config) or bool(kinds & STATE_LAYERS)
 
 
+@refused_with("model.path: what autograd keeps of this model cannot be counted without values ({}); `rlgen doctor` tries a step")
 def kept_bytes(config: PreTrainedConfig, attention: str, rows: int, length: int, dtype: torch.dtype, checkpointing: bool) -> int:
-    """Returns the bytes of a decoder's forward pass that autograd keeps.
-
-    Counts each storage once, without parameters, buffers, and copies of parameters in `dtype`.
-    """
+    """Returns the bytes that autograd keeps of a decoder: of its parameters, their copies in `dtype`, and its buffers none."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True  # torch logs a traceback when it refuses a fake product; it raises it, too
     try:

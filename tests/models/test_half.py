@@ -1,9 +1,11 @@
 """A forward pass in bfloat16 rounds all that it multiplies as an engine holds it, and keeps no copy of a weight."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
+import sweep
 import torch
 from conftest import CPU, tiny_model
 from helpers.batches import gradients, random_batch
@@ -12,9 +14,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rlgen.errors import SetupError
 from rlgen.models.half import compute_as_held
-from rlgen.models.load import load_model
+from rlgen.models.load import load_config, load_model
 from rlgen.models.lora import add_adapter
+from rlgen.models.memory import count
 from rlgen.models.policy import Hidden, Policy
 from rlgen.models.tiny import build_tiny
 from rlgen.recipe.models import LoraRecipe
@@ -156,3 +160,12 @@ def test_activations_computed_again_give_the_same_gradient(kind: str) -> None:
         assert kind != "packed" or policy.pack(TEXTS) is None
         found.append(gradients(policy, random_batch(8, (16, 9, 16)))[1])
     assert torch.equal(*found) and found[0].any()
+
+
+def test_a_model_that_cannot_compute_activations_again_is_refused(tmp_path: Path) -> None:
+    sweep.build("jetmoe", tmp_path)
+    said = r"model\.gradient_checkpointing: ValueError: JetMoeForCausalLM does not support gradient checkpointing\.; remove it"
+    with pytest.raises(SetupError, match=said):
+        checkpoint_activations(load_model(str(tmp_path), None, torch.float32, "sdpa", CPU))
+    with pytest.raises(SetupError, match="what autograd keeps of this model cannot be counted without values"):
+        count(load_config(str(tmp_path), None), 1, 8, torch.float32, "sdpa")
