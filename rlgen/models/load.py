@@ -40,8 +40,8 @@ def locate(path: str) -> str:
         return str(build_tiny_vision() if name == NAME else build_tiny(name))
     hint = "name a folder that save_pretrained wrote, or a hub id"
     if path.startswith("/") and not Path(path).is_dir():
-        demo = f"{hint}; for a demo `rlgen recipes warm-start RECIPE` makes it"
-        raise SetupError(f"model.path: there is no folder {path}; {like(path) or demo}")
+        hint = like(path) or f"{hint}; for a demo `rlgen recipes warm-start RECIPE` makes it"
+        raise SetupError(f"model.path: there is no folder {path}; {hint}")
     if path.startswith("/") and not (Path(path) / "config.json").is_file():
         if (Path(path) / "adapter_config.json").is_file():
             hint = "it is an adapter: `rlgen export` merges it into a model"

@@ -135,10 +135,10 @@ def ends_with(name: str, ending: str) -> bool:
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
-    """Returns the names of all linear layers except the head, and routers that are called like one but return several tensors."""
-    head, modules = model.get_output_embeddings(), model.named_modules()
-    linear = [(name, module) for name, module in modules if isinstance(module, nn.Linear | Conv1D) and module is not head]
-    return [name for name, module in linear if not type(module).__name__.endswith("Router")]
+    """Returns the names of all linear layers except the head; a router that inherits from one returns more than a product."""
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    head = model.get_output_embeddings()
+    return [name for name, module in found if module is not head and not type(module).__name__.endswith("Router")]
 
 
 def no_such_layer(model: PreTrainedModel, ending: str, layers: Sequence[str]) -> str:

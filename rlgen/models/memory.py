@@ -187,14 +187,11 @@ def cache_elements(config: PreTrainedConfig, heads: Sequence[str] = KV_HEADS) ->
             " set engine.kind to transformers"
         )
     # In some models (Gemma 4) the sizes differ by layer, and only the layers' own configs have them.
-    layers = getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
-    return sum(layer_elements(layer, heads) for layer in layers)
-
-
-def layer_elements(layer: PreTrainedConfig, heads: Sequence[str]) -> int:
-    """Returns the KV-cache elements per token of one layer; 0 without attention."""
-    count = next((count for name in heads if (count := getattr(layer, name, None))), 0)
-    return int(2 * count * (getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)) if count else 0
+    found = 0
+    for layer in getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers:
+        if count := next((count for name in heads if (count := getattr(layer, name, None))), 0):
+            found += 2 * count * (getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
+    return int(found)
 
 
 def keeps_states(config: PreTrainedConfig) -> bool:

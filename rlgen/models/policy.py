@@ -225,9 +225,8 @@ class Policy(nn.Module):
         """
         with self.computing_in(held, dtype):
             hidden_NH, rows, columns = self.hidden(batch)
-            of_head = HALF if held == FP8 else held
-            weight, bias = round_to(self.head.weight, of_head).to(dtype), self.head.bias
-            bias = None if bias is None else round_to(bias, of_head)
+            of_head, bias = HALF if held == FP8 else held, self.head.bias
+            weight, bias = round_to(self.head.weight, of_head).to(dtype), None if bias is None else round_to(bias, of_head)
             ids_N = batch.completion_ids[rows, columns]
             found = softmax_errors(hidden_NH, weight, ids_N, distributions, bias, self.head.rule)
         scores = found.new_zeros(2, len(distributions), *batch.mask.shape)
