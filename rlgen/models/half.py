@@ -55,6 +55,7 @@ def compute_as_held(model: PreTrainedModel) -> None:
 def units(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, bool]]:
     """Yields names and modules: the layers, with True, and what has parameters of its own outside of them, with False."""
     layers, head = set(model._no_split_modules or ()), model.get_output_embeddings()
+    layers.add("LoraLayer")  # whole: it converts what it is given to the dtype that its factors have by then
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():
         if module in inside or module is head:

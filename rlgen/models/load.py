@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.distributed import DistributedConfig
 from transformers.utils.hub import is_offline_mode, try_to_load_from_cache
@@ -36,11 +38,11 @@ def locate(path: str) -> str:
     if path.startswith("tiny:"):
         name = path.removeprefix("tiny:")
         return str(build_tiny_vision() if name == NAME else build_tiny(name))
+    hint = "name a folder that save_pretrained wrote, or a hub id"
     if path.startswith("/") and not Path(path).is_dir():
-        hint = "name a folder that save_pretrained wrote, or a hub id; for a demo `rlgen recipes warm-start RECIPE` makes it"
-        raise SetupError(f"model.path: there is no folder {path}; {like(path) or hint}")
+        hint = like(path) or f"{hint}; for a demo `rlgen recipes warm-start RECIPE` makes it"
+        raise SetupError(f"model.path: there is no folder {path}; {hint}")
     if path.startswith("/") and not (Path(path) / "config.json").is_file():
-        hint = "name a folder that save_pretrained wrote, or a hub id"
         if (Path(path) / "adapter_config.json").is_file():
             hint = "it is an adapter: `rlgen export` merges it into a model"
         raise SetupError(f"model.path: {path} holds no config.json; {hint}")
@@ -51,7 +53,10 @@ def locate(path: str) -> str:
 
 def load_tokenizer(location: str, revision: str | None) -> PreTrainedTokenizerBase:
     """Loads the tokenizer. Raises SetupError if there is none or it cannot be loaded."""
-    return from_files(transformers.AutoTokenizer, "tokenizer", location, revision)
+    tokenizer: PreTrainedTokenizerBase = from_files(transformers.AutoTokenizer, "tokenizer", location, revision)
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # what transformers makes of a config alone
+        raise SetupError(f"model.path: {location} holds no tokenizer; copy the files of the one that its model was trained with")
+    return tokenizer
 
 
 def load_config(location: str, revision: str | None) -> PreTrainedConfig:
@@ -62,7 +67,7 @@ def load_config(location: str, revision: str | None) -> PreTrainedConfig:
 def from_files(kind: Any, what: str, location: str, revision: str | None) -> Any:
     try:
         return kind.from_pretrained(location, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         raise SetupError(why(location, revision, what, error)) from error
 
 
@@ -189,13 +194,18 @@ def load_model(
                 attn_implementation=attention_of(config, attention),
                 use_safetensors=True,  # pickled weights are never opened
                 trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # told below, in one line
                 output_loading_info=True,
                 **extra,
             )
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         hint = f"; if it has pickled weights only, {CONVERT}" if "safetensors" in str(error) else ""
+        hint = "; a file of its weights is damaged or incomplete: fetch it again" if isinstance(error, SafetensorError) else hint
         said = " ".join(str(error).split()).partition(" Model type should be one of")[0]
         raise SetupError(f"model.path: {location} cannot be loaded: {said[:500]}{hint}") from error
+    for name, *shapes in sorted(report["mismatched_keys"]):
+        in_files, by_config = map(list, shapes)
+        raise SetupError(f"model.path: {location}: {name} has the shape {in_files} in its files, {by_config} by its config.json")
     if missing := sorted(report["missing_keys"]):
         raise SetupError(f"model.path: {location} has no weights for {', '.join(missing[:5])}: they would be random")
     if divide is not None:
@@ -237,11 +247,9 @@ def quantized(kind: str, dtype: torch.dtype, device: torch.device) -> dict[str, 
         raise SetupError(
             f'model.quantization: {kind} needs the package bitsandbytes: pip install "rlgen[bitsandbytes]", or remove the key'
         )
-    if kind == "int8":
-        config = transformers.BitsAndBytesConfig(load_in_8bit=True)
-    else:
-        config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
-    return {"quantization_config": config, "device_map": {"": device}}
+    four_bits = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
+    settings = {"load_in_8bit": True} if kind == "int8" else four_bits
+    return {"quantization_config": transformers.BitsAndBytesConfig(**settings), "device_map": {"": device}}
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, location: str, revision: str | None) -> tuple[int, ...]:

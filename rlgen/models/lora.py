@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 from peft.utils.integrations import dequantize_module_weight
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors import safe_open
@@ -122,8 +123,8 @@ def targets(model: PreTrainedModel, chosen: str | Sequence[str]) -> list[str]:
     found = [name for name in layers if any(ends_with(name, ending) for ending in endings)]
     if taken := [name for name in found if redirected(model, name)]:
         raise SetupError(
-            f"model.lora.targets: peft takes {taken[0]} of {type(model).__name__} for an expert, which rlgen does not adapt;"
-            " leave it out"
+            f"model.lora.targets: peft takes {taken[0]} of {type(model).__name__} for a part of an expert or of a kernel, which"
+            " rlgen does not adapt; leave it out"
         )
     return found
 
@@ -134,9 +135,10 @@ def ends_with(name: str, ending: str) -> bool:
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
-    """Returns the names of all linear layers except the head."""
+    """Returns the names of all linear layers except the head; a router that inherits from one returns more than a product."""
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
     head = model.get_output_embeddings()
-    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module is not head]
+    return [name for name, module in found if module is not head and not type(module).__name__.endswith("Router")]
 
 
 def no_such_layer(model: PreTrainedModel, ending: str, layers: Sequence[str]) -> str:
@@ -150,9 +152,10 @@ def no_such_layer(model: PreTrainedModel, ending: str, layers: Sequence[str]) ->
 
 
 def redirected(model: PreTrainedModel, name: str) -> bool:
-    """Returns whether peft, by the last part of its name, treats the layer `name` of a mixture of experts as an expert."""
+    """Returns whether peft, by the last part of its name, refuses the layer `name`, or treats it as an expert of a mixture."""
     config = LoraConfig(target_modules=[name])
     try:
+        _check_lora_target_modules_mamba(config, model, name.rpartition(".")[2])
         convert_peft_config_for_transformers(config, model, None)
     except ValueError:  # raised for one of two layers that peft treats as a packed pair
         return True

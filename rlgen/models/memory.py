@@ -6,6 +6,7 @@ backward pass of a micro-batch is exact for every architecture. The rest is arit
 
 import copy
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from rlgen.errors import SetupError
 from rlgen.losses.logp import CHUNK_LOGITS
 from rlgen.models.decoder import attention_of, decoder_of, one_sequence_a_row
+from rlgen.models.memory_errors import refused_with
 from rlgen.models.parallel import SPLIT, plan_of_layers
 
 GIB = 1 << 30
@@ -173,10 +175,10 @@ def fake_model(config: PreTrainedConfig, attention: str, dtype: torch.dtype) -> 
     return model.eval()
 
 
-def cache_elements(config: PreTrainedConfig) -> int:
+def cache_elements(config: PreTrainedConfig, heads: Sequence[str] = KV_HEADS) -> int:
     """Returns the KV-cache elements per token: 2 * kv_heads * head_dim of each layer with attention. Ignores sliding windows.
 
-    Raises SetupError if the config does not say how many layers there are.
+    `heads`: keys of configs with the number of heads. Raises SetupError if the config does not say how many layers there are.
     """
     text = config.get_text_config()
     if not getattr(text, "num_hidden_layers", None):
@@ -185,16 +187,11 @@ def cache_elements(config: PreTrainedConfig) -> int:
             " set engine.kind to transformers"
         )
     # In some models (Gemma 4) the sizes differ by layer, and only the layers' own configs have them.
-    return sum(layer_elements(layer) for layer in getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers)
-
-
-def layer_elements(layer: PreTrainedConfig) -> int:
-    """Returns the KV-cache elements per token of one layer; 0 without attention."""
-    heads = [count for name in KV_HEADS if (count := getattr(layer, name, None))]
-    if not heads:
-        return 0
-    head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
-    return int(2 * heads[0] * head_dim)
+    found = 0
+    for layer in getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers:
+        if count := next((count for name in heads if (count := getattr(layer, name, None))), 0):
+            found += 2 * count * (getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
+    return int(found)
 
 
 def keeps_states(config: PreTrainedConfig) -> bool:
@@ -203,11 +200,9 @@ def keeps_states(config: PreTrainedConfig) -> bool:
     return not cache_elements(config) or bool(kinds & STATE_LAYERS)
 
 
+@refused_with("model.path: what autograd keeps of this model cannot be counted without values ({}); `rlgen doctor` tries a step")
 def kept_bytes(config: PreTrainedConfig, attention: str, rows: int, length: int, dtype: torch.dtype, checkpointing: bool) -> int:
-    """Returns the bytes of a decoder's forward pass that autograd keeps.
-
-    Counts each storage once, without parameters, buffers, and copies of parameters in `dtype`.
-    """
+    """Returns the bytes that autograd keeps of a decoder: of its parameters, their copies in `dtype`, and its buffers none."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True  # torch logs a traceback when it refuses a fake product; it raises it, too
     try:

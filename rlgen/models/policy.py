@@ -19,6 +19,7 @@ from rlgen.losses.logp import EntropyUse, HeadScores, LogitRule, head_scores, so
 from rlgen.models.decoder import decoder_of, one_sequence_a_row
 from rlgen.models.half import FP8, HALF, compute_in_half, computed_in, round_to
 from rlgen.models.lora import without_adapter
+from rlgen.models.memory import cache_elements
 from rlgen.models.memory_errors import refused_with
 from rlgen.models.packed_attention import PackedRows
 from rlgen.models.packing import make_packed, packed_states
@@ -189,10 +190,8 @@ class Policy(nn.Module):
 
         Counts two operations for each weight and token, and four for each pair of tokens and element of the heads.
         """
-        config = self.model.config.get_text_config()
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        weights = sum(weight.numel() for weight in self.model.parameters())
-        return 2 * config.num_hidden_layers * config.num_attention_heads * size / weights
+        elements = cache_elements(self.model.config, heads=("num_attention_heads",))  # of keys and of values
+        return elements / sum(weight.numel() for weight in self.model.parameters())
 
     def padding(self, batch: MicroBatch) -> int:
         """Returns the number of positions that a forward pass of `batch` computes for padding."""
@@ -226,9 +225,10 @@ class Policy(nn.Module):
         """
         with self.computing_in(held, dtype):
             hidden_NH, rows, columns = self.hidden(batch)
-            weight = round_to(self.head.weight, HALF if held == FP8 else held).to(dtype)
+            of_head, bias = HALF if held == FP8 else held, self.head.bias
+            weight, bias = round_to(self.head.weight, of_head).to(dtype), None if bias is None else round_to(bias, of_head)
             ids_N = batch.completion_ids[rows, columns]
-            found = softmax_errors(hidden_NH, weight, ids_N, distributions, self.head.bias, self.head.rule)
+            found = softmax_errors(hidden_NH, weight, ids_N, distributions, bias, self.head.rule)
         scores = found.new_zeros(2, len(distributions), *batch.mask.shape)
         scores[:, :, rows, columns] = found
         return scores

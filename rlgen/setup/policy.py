@@ -15,7 +15,7 @@ from rlgen.models.dither import dither
 from rlgen.models.half import HALF, compute_in_half
 from rlgen.models.load import load_model
 from rlgen.models.lora import add_adapter, is_adapted
-from rlgen.models.memory_errors import memory_for
+from rlgen.models.memory_errors import memory_for, refused_with
 from rlgen.models.packing import can_pack
 from rlgen.models.policy import TRIED, BasePolicy, Policy
 from rlgen.models.sharding import Meshes, move_buffers, read_by_slices, shard
@@ -192,9 +192,10 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     """Makes the layers of `model` compute their activations again in the backward pass.
 
     transformers does this only in layers in training mode. All other modules stay in eval mode, and dropout is set to 0 in those
-    layers, so that a forward pass depends only on ids and weights.
+    layers, so that a forward pass depends only on ids and weights. Raises SetupError if the model cannot do that.
     """
-    model.gradient_checkpointing_enable()
+    with refused_with("model.gradient_checkpointing: {}; remove it"):
+        model.gradient_checkpointing_enable()
     for module in model.modules():
         if hasattr(module, "gradient_checkpointing"):
             module.training = True

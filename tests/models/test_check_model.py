@@ -56,6 +56,33 @@ def test_a_folder_that_is_no_model(model: Path, proof: Proof) -> None:
     proof(said)
 
 
+@pytest.mark.fault(38)
+def test_files_that_do_not_fit_their_config_or_are_cut_off(model: Path, proof: Proof) -> None:
+    def said_of(**changes: object) -> str:
+        (model / "config.json").write_text(json.dumps({**config, **changes}))
+        with pytest.raises(SetupError) as error:
+            load_model(str(model), None, torch.float32, "sdpa", CPU)
+        return str(error.value)
+
+    config = json.loads((model / "config.json").read_text())
+    shapes = "model.embed_tokens.weight has the shape [260, 128] in its files, [300, 128] by its config.json"
+    assert said_of(vocab_size=300) == f"model.path: {model}: {shapes}"
+    assert "`num_hidden_layers` (5) must be equal to the number of `layer_types` (4)" in said_of(num_hidden_layers=5)
+    os.truncate(model / "model.safetensors", 100_000)
+    assert said_of().endswith("file not fully covered; a file of its weights is damaged or incomplete: fetch it again")
+    proof(said_of())
+
+
+@pytest.mark.fault(38)
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text"])
+def test_a_model_without_a_tokenizer(kind: str, tmp_path: Path, proof: Proof) -> None:
+    """transformers makes one of the config: every prompt is then empty, or one unknown token."""
+    shutil.copy(build_tiny(kind) / "config.json", tmp_path)
+    said = check(tmp_path)
+    assert f"model.path: {tmp_path} holds no tokenizer; copy the files of the one that its model was trained with" == said
+    proof(said)
+
+
 @pytest.mark.fault(39)
 def test_a_model_that_needs_its_own_code(model: Path, tmp_path: Path, recipe_file: Path, proof: Proof) -> None:
     ran = tmp_path / "ran"

@@ -1,9 +1,11 @@
 """A forward pass in bfloat16 rounds all that it multiplies as an engine holds it, and keeps no copy of a weight."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
+import sweep
 import torch
 from conftest import CPU, tiny_model
 from helpers.batches import gradients, random_batch
@@ -12,9 +14,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rlgen.errors import SetupError
 from rlgen.models.half import compute_as_held
-from rlgen.models.load import load_model
+from rlgen.models.load import load_config, load_model
 from rlgen.models.lora import add_adapter
+from rlgen.models.memory import count
 from rlgen.models.policy import Hidden, Policy
 from rlgen.models.tiny import build_tiny
 from rlgen.recipe.models import LoraRecipe
@@ -125,6 +129,14 @@ def test_log_probs_and_gradients_are_those_of_a_model_that_is_held_in_bfloat16(n
         assert gap <= 2**-8 * size, path  # the head's share is added up in float32
 
 
+@pytest.mark.parametrize("name", ["qwen3", "phi"])
+def test_what_is_computed_wider_has_the_weights_that_an_engine_holds(name: str) -> None:
+    held = Policy(load_model(str(build_tiny(name)), None, torch.bfloat16, "sdpa", CPU).float(), torch.float32, True)
+    policy, batch = Policy(tiny_model(name), torch.bfloat16, True), random_batch(8, (16, 9, 16))
+    found = policy.scores_in(batch, (WHOLE,), torch.bfloat16, torch.float32)[0]
+    assert (found - held(batch, (WHOLE,)).logp).abs().max() < 1e-5
+
+
 def test_a_copy_computes_with_its_own_weights() -> None:
     policy = Policy(tiny_model("qwen3"), torch.bfloat16, True)
     reference = copy.deepcopy(policy)
@@ -148,3 +160,12 @@ def test_activations_computed_again_give_the_same_gradient(kind: str) -> None:
         assert kind != "packed" or policy.pack(TEXTS) is None
         found.append(gradients(policy, random_batch(8, (16, 9, 16)))[1])
     assert torch.equal(*found) and found[0].any()
+
+
+def test_a_model_that_cannot_compute_activations_again_is_refused(tmp_path: Path) -> None:
+    sweep.build("jetmoe", tmp_path)
+    said = r"model\.gradient_checkpointing: ValueError: JetMoeForCausalLM does not support gradient checkpointing\.; remove it"
+    with pytest.raises(SetupError, match=said):
+        checkpoint_activations(load_model(str(tmp_path), None, torch.float32, "sdpa", CPU))
+    with pytest.raises(SetupError, match="what autograd keeps of this model cannot be counted without values"):
+        count(load_config(str(tmp_path), None), 1, 8, torch.float32, "sdpa")

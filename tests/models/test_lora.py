@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sweep
 import torch
 from conftest import CPU, tiny_model
 from helpers.adapters import SMALL, moved
@@ -113,13 +114,29 @@ def test_targets_are_all_linear_layers_but_the_head_or_endings_of_names() -> Non
         ("qwen3-untied", ["lm_head"], "besides its head"),
         ("mixtral", ["down_proj"], "experts are held as one tensor"),
         ("mixtral", ["experts"], "experts are held as one tensor"),
-        ("glm4_moe", ["gate_proj", "up_proj"], "takes model.layers.0.mlp.gate_proj of Glm4MoeForCausalLM for an expert"),
+        (
+            "glm4_moe",
+            ["gate_proj", "up_proj"],
+            "takes model.layers.0.mlp.gate_proj of Glm4MoeForCausalLM for a part of an expert",
+        ),
     ],
 )
 def test_targets_that_are_none(name: str, chosen: list[str], words: str) -> None:
     with pytest.raises(SetupError, match=r"model\.lora\.targets: ") as caught:
         targets(tiny_model(name), chosen)
     assert words in str(caught.value) and caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize("name", ["opt:projected", "nemotron_h", "llama4_text"])
+def test_adapters_in_half_precision_of_what_is_no_plain_layer(name: str, tmp_path: Path) -> None:
+    """Projections outside of the layers; layers that peft refuses; a router that its class calls a linear layer."""
+    sweep.build(name, tmp_path)
+    plain, model = (load_model(str(tmp_path), None, torch.bfloat16, "sdpa", CPU) for _ in range(2))
+    add_adapter(model, SMALL, seed=0)
+    own, base = (Policy(one, torch.bfloat16, True)(batch(), (WHOLE,)).logp for one in (model, plain))
+    assert torch.equal(own, base)
+    own.sum().backward()
+    assert all(factors(layer)[1].grad.any() for layer in adapted_layers(model).values())
 
 
 def test_what_is_not_adapted_is_said() -> None:

@@ -22,6 +22,7 @@ from transformers import (
     BltConfig,
     FalconConfig,
     Gemma4TextConfig,
+    Mamba2Config,
     MambaConfig,
     Qwen3Config,
     Qwen3NextConfig,
@@ -101,6 +102,10 @@ def test_the_cache_of_models_that_name_their_heads_otherwise() -> None:
     kinds, sizes = ["sliding_attention", "full_attention"], {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     gemma = Gemma4TextConfig(num_hidden_layers=2, layer_types=kinds, global_head_dim=64, **sizes)
     assert cache_elements(gemma) == 2 * 2 * 32 + 2 * 2 * 64, "heads differ by layer"
+    with torch.device("meta"):
+        models = [AutoModelForCausalLM.from_config(config) for config in (falcon, gemma, Mamba2Config(num_hidden_layers=1))]
+    pairs = [round(Policy(model, torch.float32, True).attention_cost * model.num_parameters()) for model in models]
+    assert pairs == [2 * 3 * 4 * 32, 2 * 4 * 32 + 2 * 4 * 64, 0], "elements of queries, once for keys and once for values"
     assert model_shape(falcon)["hidden_size"] == 128
     with pytest.raises(SetupError, match=r"BltConfig has no num_hidden_layers, .* set engine\.kind to transformers"):
         cache_elements(BltConfig())
