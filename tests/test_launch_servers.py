@@ -74,7 +74,7 @@ if [[ $port == 8001 ]] && mkdir "$RECORD.died" 2>/dev/null; then exit 6; fi
 echo "http://$host:$port" >"$folder/$host-${SLURM_PROCID:-0}:$port"
 while [[ -d $folder ]]; do sleep 0.02; done
 """
-# Trains when there are two servers and all nodes have met: none ends, and removes the servers, while another still waits for them.
+# Trains when there are two servers and all nodes have met: none ends, and removes the servers, while another waits for them.
 TORCHRUN = """\
 record torchrun "$@"
 until [[ -z ${SERVERS:-} || $(ls "$SERVERS" | wc -l) -eq 2 ]]; do sleep 0.02; done

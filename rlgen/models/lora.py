@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners import tuners_utils
 from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 from peft.utils.integrations import dequantize_module_weight
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors import safe_open
@@ -38,6 +38,8 @@ NAME = "default"  # the adapter's name within peft's layers
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 # The prefix of each name in peft's files, which come from a model wrapped in two of peft's classes.
 PREFIX = "base_model.model."
+# What peft refuses by a name's last part, in models with Mamba layers; a function of its own modules that may go.
+PEFT_CHECK = getattr(tuners_utils, "_check_lora_target_modules_mamba", lambda *_: None)
 PACKED = {"Params4bit": "nf4", "Int8Params": "int8"}  # classes of bitsandbytes
 
 
@@ -155,7 +157,7 @@ def redirected(model: PreTrainedModel, name: str) -> bool:
     """Returns whether peft, by the last part of its name, refuses the layer `name`, or treats it as an expert of a mixture."""
     config = LoraConfig(target_modules=[name])
     try:
-        _check_lora_target_modules_mamba(config, model, name.rpartition(".")[2])
+        PEFT_CHECK(config, model, name.rpartition(".")[2])
         convert_peft_config_for_transformers(config, model, None)
     except ValueError:  # raised for one of two layers that peft treats as a packed pair
         return True
