@@ -36,9 +36,9 @@ class RunRecipe(Strict):
     must_save_by: Moment | None = None
     """Save and stop (exit 75) before this time. Write a time with its zone, or a duration such as 3h50m, which begins anew at
     each start or resume. The first step always starts. A later step starts only if the time left is at least 1.25 * (longest step
-    so far + longest save so far) + 2 s. While a step samples, the time left must be at least 1.25 * (longest update so far +
-    longest save so far) + 2 s, or the step is given up: at once in a run of one process, after the sampling in a run of
-    several."""
+    so far + longest save so far) + 2 s. A step is given up if, while it samples, the time left gets below 1.25 * (longest update
+    so far + longest save so far) + 2 s; the update is what follows the sampling. A run of one process gives the step up at once,
+    a run of several when it has sampled."""
 
 
 class LoraRecipe(Strict):
@@ -296,8 +296,8 @@ class SentinelRecipe(Strict):
     on_drift: Literal["warn", "stop", "checkpoint_and_stop"] = "checkpoint_and_stop"
     """If a batch exceeds a bound: warn and train on, stop, or save a checkpoint and stop."""
     probe_every: Count = 10
-    """With rollout.async_steps: number of syncs from one check of the sentinel to the next. The batches were sampled with older
-    weights, so each check samples a few completions with the current weights."""
+    """With rollout.async_steps: number of syncs from one check of the sentinel to the next. Training batches come from older
+    weights and cannot be compared with the current ones, so each check samples a few completions of its own."""
 
 
 class Recipe(Strict):

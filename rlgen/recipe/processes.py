@@ -11,8 +11,8 @@ class ProcessesRecipe(Strict):
     strategy: Literal["ddp", "fsdp"] = "ddp"
     """What each process holds: all weights (ddp), or a share of the weights and of the optimizer's state (fsdp)."""
     shard: Count | None = None
-    """fsdp: number of processes that divide the weights among them, for example all processes of one machine. They are
-    neighbouring ranks. The other processes form groups of the same size, and each group holds all shards. None: all processes."""
+    """fsdp: number of processes that divide the weights among them, for example all processes of one machine. All processes form
+    groups of this size, of neighbouring ranks, and each group holds all the weights. None: one group."""
     experts: Count | None = None
     """fsdp: number of processes that divide the experts of each layer (expert parallelism). None: nobody divides them."""
     tensor: Count | None = None

@@ -90,8 +90,8 @@ class PolicyRecipe(Strict):
     kl_use_weight: StrictBool = False
     """Multiply the KL in the loss by the weight of `correction`, as the rest of the loss is."""
     clip_low: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.2
-    """The ratio of probabilities, now to before the first update on the rollout, is clipped below 1 - clip_low. In the
-    first update it is 1, so nothing is clipped."""
+    """The ratio is a probability now, divided by that before the first update on the rollout. It is clipped below 1 - clip_low.
+    In the first update the ratio is 1, so nothing is clipped."""
     clip_high: Annotated[float, Field(strict=True, ge=0, le=100)] = 0.28
     """The ratio is clipped above 1 + clip_high."""
     delta: Annotated[float, Field(strict=True, gt=1, le=1e6)] | None = None
