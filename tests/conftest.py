@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import paths
-from helpers.recipes import recipe_for
+from helpers.recipes import SHORT, recipe_for
 from helpers.scoring import opened, scorer
 from helpers.slow import slow_but
 from helpers.waiting import HANGS
@@ -172,7 +172,7 @@ def open_transformers(name: str) -> TransformersEngine:
 def open_server(name: str, **model: Any) -> Engine:
     """A server that is launched, and stopped when the engine is closed."""
     settings = {"kind": "server", "launch": True, "max_model_len": 640, "start_timeout": HANGS}
-    recipe = recipe_for(f"tiny:{name}", engine=settings, model=model)
+    recipe = recipe_for(f"tiny:{name}", engine=settings, model=model, **SHORT)
     engine = build_engine(recipe.engine_needs, locate(recipe.model.path), Processes.alone(), Path(mkdtemp()), print)
     send_weights(engine, tiny_model(name), 0, Processes.alone())  # before that it is stale, and answers nothing
     return engine

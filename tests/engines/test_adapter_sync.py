@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import CPU, open_vllm, tiny_model
 from helpers.adapters import CHOSEN, adapted, gap, gap_to_base, learn, moved, sample
-from helpers.recipes import recipe_for
+from helpers.recipes import SHORT, recipe_for
 from helpers.slow import slow_but
 from helpers.waiting import HANGS
 from parity import BOUND, LEAST, POWER
@@ -215,7 +215,8 @@ def test_two_hundred_syncs_leave_the_base_alone_and_move_the_engine(alone: bool)
 def test_a_launched_server_is_sent_the_adapter_alone(tmp_path: Path) -> None:
     settings = {"kind": "server", "launch": True, "lora": "adapter", "max_model_len": 80, "start_timeout": HANGS}
     model = {"lora": {"rank": 4, "alpha": 8.0}}
-    needs = recipe_for("tiny:qwen3", engine={**settings, "transfer_dir": str(tmp_path)}, model=model).engine_needs
+    engine_settings = {**settings, "transfer_dir": str(tmp_path)}
+    needs = recipe_for("tiny:qwen3", engine=engine_settings, model=model, **SHORT).engine_needs
     policy = Policy(moved("qwen3"), torch.float32, True)
     with closing(build_engine(needs, locate("tiny:qwen3"), Processes.alone(), tmp_path, print)) as engine:
         assert engine.abilities.merges

@@ -12,7 +12,7 @@ import torch
 from conftest import open_vllm, tiny_model
 from helpers.before import before
 from helpers.engines import changed, kill
-from helpers.recipes import recipe_for
+from helpers.recipes import SHORT, recipe_for
 from helpers.samples import request
 from helpers.waiting import HANGS
 
@@ -34,7 +34,7 @@ REQUESTS = [request(range(3, 5 + place % 7), seed=1000 + place) for place in ran
 
 def needs(**engine: Any) -> EngineNeeds:
     settings = {"kind": "server", "launch": True, "servers": 2, "max_model_len": 256, "start_timeout": HANGS, **engine}
-    return recipe_for("tiny:qwen3", engine=settings).engine_needs
+    return recipe_for("tiny:qwen3", engine=settings, **SHORT).engine_needs
 
 
 @pytest.fixture(scope="module")

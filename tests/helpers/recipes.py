@@ -8,6 +8,9 @@ import pytest
 from rlgen.errors import RecipeError
 from rlgen.recipe import Recipe, load_recipe
 
+# Rows of 80 tokens at most, for engines whose `max_model_len` is short: a server with shorter rows than the run's is refused.
+SHORT: dict[str, Any] = {"data": {"source": "task:sort", "max_prompt_tokens": 40}, "rollout": {"max_completion_tokens": 40}}
+
 
 def recipe_for(model: str, /, **sections: Any) -> Recipe:
     """The shortest recipe that trains this model in float32, with more sections, or with others in their place."""
