@@ -397,7 +397,8 @@ def test_a_run_is_resumed_replayed_and_exported(recipe: Path, tmp_path: Path, ca
     assert found["differences"] == {} and found["metrics"]["loss"] == records[2]["loss"]
     rows = read_rollouts(run, 3).to_pylist()
     chunk = Chunk.of(SimpleNamespace(recipe=load_recipe(recipe, []).recipe), read_rollouts(run, 3))  # type: ignore[arg-type]
-    assert chunk.texts["messages"] == [json.loads(row["messages"]) for row in rows]
+    said = [[(one["role"], one["content"]) for one in json.loads(row["messages"])] for row in rows]
+    assert [[(one["role"], one["text"]) for one in talk] for talk in chunk.texts["messages"]] == said
     mask = np.concatenate([row["loss_mask"] for row in rows])
     assert np.array_equal((chunk.flags & 1) == 1, mask) and np.array_equal(np.isnan(chunk.sampler), ~mask)
     every = read_rows(run, find_rollouts(run, Query()), slice(0, 100))
